@@ -113,6 +113,10 @@ The objects of a file, which the lab applies unchanged. dict:
 - --http-listen={{ .root.Values.listenAddress }}:{{ .port }}
 - --log-level={{ .root.Values.log.level }}
 - --log-format={{ .root.Values.log.format }}
+{{- with .root.Values.tracing.endpoint }}
+- --otlp-endpoint={{ . }}
+- --otlp-ratio={{ $.root.Values.tracing.ratio }}
+{{- end }}
 {{- end }}
 
 {{/*

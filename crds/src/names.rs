@@ -172,6 +172,12 @@ pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
 /// Annotation on a `VirtualMachine`: the `resourceVersion` at which gc-csi wrote it. gc-csi updates it whenever an attach
 /// finds its entry in `spec.volumes`, so that a removal decided on earlier fails with a conflict.
 pub const ANNOTATION_VOLUMES_CONFIRMED: &str = "nestor.dev/volumes-confirmed";
+/// Annotation on a management claim or `VolumeAttachment`: trace context (W3C `traceparent`) of the operation that last wrote
+/// it. Only while spans are exported. Untrusted: only the place of spans in a trace depends on it.
+pub const ANNOTATION_TRACEPARENT: &str = "nestor.dev/traceparent";
+/// Prefix of the annotation on a `VirtualMachine` with the trace context of the last change of an entry of `spec.volumes`:
+/// `trace.nestor.dev/<entry>`. Written and removed by gc-csi.
+pub const ANNOTATION_TRACE_PREFIX: &str = "trace.nestor.dev/";
 /// Taint with which an operator declares a node out of service (Kubernetes, "Non-graceful node shutdown").
 pub const TAINT_OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
 /// Condition type on claims of both tiers: whether the volume is healthy.
@@ -230,6 +236,11 @@ pub fn volume_entry(claim: &str) -> String {
     }
     let readable: String = claim.chars().take(40).map(|c| if c == '.' { '-' } else { c }).collect();
     format!("{}-{}", readable.trim_end_matches('-'), digest(&[claim], 20))
+}
+
+/// Annotation with the trace context of an entry in `VirtualMachine.spec.volumes`.
+pub fn trace_annotation(entry: &str) -> String {
+    format!("{ANNOTATION_TRACE_PREFIX}{entry}")
 }
 
 /// Suffix of an entry name in `status.volumes`, from the removal of the entry from the spec until its disk is detached.

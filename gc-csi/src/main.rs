@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use process_kit::telemetry::LogArgs;
 use process_kit::{flags, process};
+use trace_export::TraceArgs;
 
 /// Nestor's CSI driver for guest clusters: the controller plugin.
 ///
@@ -17,11 +18,14 @@ struct Cli {
     args: gc_csi::controller::Args,
     #[command(flatten, next_help_heading = "Logs")]
     logs: LogArgs,
+    #[command(flatten, next_help_heading = "Traces")]
+    traces: TraceArgs,
 }
 
 fn main() -> ExitCode {
     let cli: Cli = flags::parse();
-    process::run(&cli.logs, 2, |stop| gc_csi::controller::run(cli.args, stop))
+    let traces = || cli.traces.start("gc-csi");
+    process::run_traced(&cli.logs, traces, 2, |stop| gc_csi::controller::run(cli.args, stop))
 }
 
 #[cfg(test)]

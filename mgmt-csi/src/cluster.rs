@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crds::names::{
-    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, CONDITION_HEALTHY,
-    MANAGEMENT_DRIVER,
+    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES,
+    ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, MANAGEMENT_DRIVER,
 };
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -159,7 +159,12 @@ pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
 /// Drops all fields of a claim that this driver does not read.
 pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     let annotations = claim.metadata.annotations.take().map(|mut all| {
-        let read = [ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, ANNOTATION_ACCESSIBLE_ZONES];
+        let read = [
+            ANNOTATION_RECLAIM_POLICY,
+            ANNOTATION_REQUESTED_ZONES,
+            ANNOTATION_ACCESSIBLE_ZONES,
+            ANNOTATION_TRACEPARENT,
+        ];
         all.retain(|key, _| read.contains(&key.as_str()));
         all
     });

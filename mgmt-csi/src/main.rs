@@ -6,6 +6,7 @@ use clap::{Args, Command, FromArgMatches};
 use mgmt_csi::{app, repair::orphans};
 use process_kit::telemetry::LogArgs;
 use process_kit::{flags, process};
+use trace_export::TraceArgs;
 
 /// The driver's flags are required only without a subcommand.
 fn command() -> Command {
@@ -18,6 +19,7 @@ fn command() -> Command {
         .subcommand_negates_reqs(true)
         .subcommand(orphans);
     let driver = app::Args::augment_args(driver);
+    let driver = TraceArgs::augment_args(driver.next_help_heading("Traces"));
     flags::with_env(LogArgs::augment_args(driver.next_help_heading("Logs")))
 }
 
@@ -25,7 +27,8 @@ fn main() -> ExitCode {
     let matches = command().get_matches();
     let invocation = match matches.subcommand() {
         Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Invocation::Orphans),
-        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Invocation::Driver),
+        None => app::Args::from_arg_matches(&matches)
+            .and_then(|args| Ok(Invocation::Driver(Box::new(args), TraceArgs::from_arg_matches(&matches)?))),
     };
     let logs = LogArgs::from_arg_matches(matches.subcommand().map_or(&matches, |(_, matches)| matches));
     let (invocation, logs) = match (invocation, logs) {
@@ -33,14 +36,16 @@ fn main() -> ExitCode {
         (Err(error), _) | (_, Err(error)) => error.format(&mut command()).exit(),
     };
     match invocation {
-        Invocation::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
+        Invocation::Driver(args, traces) => {
+            process::run_traced(&logs, || traces.start("mgmt-csi"), 2, |stop| app::run(*args, stop))
+        }
         Invocation::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
     }
 }
 
 /// The parsed command.
 enum Invocation {
-    Driver(Box<app::Args>),
+    Driver(Box<app::Args>, TraceArgs),
     Orphans(orphans::Args),
 }
 

@@ -7,6 +7,7 @@
 pub mod bytes;
 pub mod chart;
 mod cleanup;
+pub mod collector;
 pub mod crash;
 pub mod driver;
 mod events;

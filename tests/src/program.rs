@@ -114,6 +114,11 @@ impl Running {
         Ok(Self { child: Mutex::new(child), log, port })
     }
 
+    /// The port on which it listens.
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Its standard error so far.
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -35,6 +35,7 @@ mod modify;
 mod node;
 mod node_loss;
 mod package;
+mod otel;
 mod partition;
 mod plugin;
 mod pool_lock;

@@ -173,7 +173,7 @@ async fn is_only_request(s: &Scenario, mark: Mark, request: &str) -> Result<Mark
 
 /// The requests of our components since `mark`, once no more arrive: an unexpected write may arrive after the end of a
 /// call.
-async fn requests_since(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
+pub(crate) async fn requests_since(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let audit = s.lab.audit()?;
     let mut count = usize::MAX;
     let mut unchanged = 0;
@@ -200,7 +200,7 @@ fn component(entry: &Entry) -> Option<&'static str> {
 }
 
 /// The number of requests of each kind.
-fn count_by_kind(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
+pub(crate) fn count_by_kind(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for entry in entries.iter().filter(|entry| pick(entry)) {
         let separator = if entry.subresource.is_empty() { "" } else { "/" };

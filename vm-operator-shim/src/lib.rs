@@ -7,4 +7,5 @@ mod attachments;
 mod missing_claims;
 pub mod plan;
 mod reconcile;
+mod traces;
 pub mod vm;

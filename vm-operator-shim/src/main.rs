@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use process_kit::telemetry::LogArgs;
 use process_kit::{flags, process};
+use trace_export::TraceArgs;
 
 #[derive(Debug, Parser)]
 #[command(
@@ -18,11 +19,14 @@ struct Cli {
     args: vm_operator_shim::app::Args,
     #[command(flatten, next_help_heading = "Logs")]
     logs: LogArgs,
+    #[command(flatten, next_help_heading = "Traces")]
+    traces: TraceArgs,
 }
 
 fn main() -> ExitCode {
     let cli: Cli = flags::parse();
-    process::run(&cli.logs, 2, |stop| vm_operator_shim::app::run(cli.args, stop))
+    let traces = || cli.traces.start("vm-operator-shim");
+    process::run_traced(&cli.logs, traces, 2, |stop| vm_operator_shim::app::run(cli.args, stop))
 }
 
 #[cfg(test)]

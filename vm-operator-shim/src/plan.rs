@@ -6,15 +6,16 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crds::names::{self, ClaimName, FINALIZER_DETACH, LABEL_CLUSTER_ID};
+use crds::names::{self, ANNOTATION_TRACEPARENT, ClaimName, FINALIZER_DETACH, LABEL_CLUSTER_ID};
 use crds::{VirtualMachineVolume, VolumeAttachment, VolumeAttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Resource, ResourceExt};
 use kube_kit::labels;
 use process_kit::text::one_line;
+use process_kit::trace::TraceParent;
 use serde_json::{Value, json};
 
-use crate::vm::{Vm, VmStatus};
+use crate::vm::{Vm, VmStatus, trace_context};
 
 /// Annotation on a `VolumeAttachment`: name of its entry in `spec.volumes`, for `status.volumes` after that entry was removed.
 pub const ANNOTATION_ENTRY: &str = "nestor.dev/volume-entry";
@@ -293,7 +294,7 @@ fn detaching(attachment: &VolumeAttachment) -> (String, Value) {
 }
 
 /// Name of the entry for which a VolumeAttachment was created.
-fn entry_of(attachment: &VolumeAttachment) -> String {
+pub(crate) fn entry_of(attachment: &VolumeAttachment) -> String {
     let named = attachment.annotations().get(ANNOTATION_ENTRY).cloned();
     named.unwrap_or_else(|| names::volume_entry(attachment.spec.volume_name.as_str()))
 }
@@ -339,12 +340,15 @@ fn attachment(
         block_owner_deletion: Some(false),
     };
     let mut labels = labels::managed_by("vm-operator-shim");
+    let context = trace_context(vm, entry).and_then(TraceParent::parse);
+    let context = context.map(|context| (ANNOTATION_TRACEPARENT.to_owned(), context.to_string()));
+    let named = (ANNOTATION_ENTRY.to_owned(), entry.to_owned());
     labels.extend(vm.labels().get(LABEL_CLUSTER_ID).map(|id| (LABEL_CLUSTER_ID.to_owned(), id.clone())));
     let metadata = ObjectMeta {
         name: Some(name),
         namespace: vm.namespace(),
         labels: Some(labels),
-        annotations: Some([(ANNOTATION_ENTRY.to_owned(), entry.to_owned())].into()),
+        annotations: Some([named].into_iter().chain(context).collect()),
         owner_references: Some(vec![owner]),
         // Set at creation, which saves mgmt-csi a write.
         finalizers: Some(vec![FINALIZER_DETACH.to_owned()]),

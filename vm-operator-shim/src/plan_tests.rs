@@ -278,3 +278,14 @@ fn entries_beyond_the_limit_get_an_error_unless_they_are_attached() {
     let error = status[1]["error"].as_str().unwrap();
     assert!(error.starts_with("TooManyVolumes") && status.len() == 2, "{status:?}");
 }
+
+#[test]
+fn a_well_formed_trace_context_of_the_entry_is_copied_and_another_is_ignored() {
+    let good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    for (context, expected) in [(good, Some(good)), ("00-x", None)] {
+        let mut vm = new_vm(json!([claim("a")]), json!(null));
+        vm.annotations_mut().insert(names::trace_annotation("a"), context.to_owned());
+        let created = of(&vm, &[]).create.remove(0);
+        assert_eq!(created.annotations().get(ANNOTATION_TRACEPARENT).map(String::as_str), expected);
+    }
+}

@@ -19,16 +19,19 @@ use kube_kit::informer::{Informer, Key};
 use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::Metadata;
 use kube_kit::queue::NextAction;
+use process_kit::trace;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
+use tracing::Instrument;
 
 use crate::attach_limiter::{AttachLimiter, RECENT};
 use crate::attachments::Attachments;
 use crate::missing_claims::{Missing, MissingClaims};
 use crate::plan::{MAX_ENTRIES, Obstacle, Plan, Reason, needs_fresh_read, plan};
+use crate::traces;
 use crate::vm::Vm;
 
 /// Delay during which status changes are batched while attaches or detaches are in progress. It also keeps the status write
@@ -151,7 +154,10 @@ impl Reconciler {
         }
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
         let creates = join_all(plan.create.iter().map(|attachment| self.create(key, &api, attachment)));
-        let deletes = join_all(plan.delete.iter().map(|attachment| self.delete(key, &api, attachment)));
+        let deletes = join_all(plan.delete.iter().map(|attachment| {
+            let span = traces::deletion(&vm, attachment);
+            self.delete(key, &api, attachment).instrument(span)
+        }));
         let (created, deleted) = futures::join!(creates, deletes);
 
         let mut problems: Vec<String> = deleted.into_iter().filter_map(Result::err).collect();
@@ -259,8 +265,23 @@ impl Reconciler {
         Ok(found)
     }
 
-    /// Creates a VolumeAttachment. False if one of this name exists.
+    /// Creates a VolumeAttachment, in the trace of its entry. False if one of this name exists.
     async fn create(
+        &self,
+        key: &Key,
+        api: &Api<VolumeAttachment>,
+        attachment: &VolumeAttachment,
+    ) -> Result<bool, String> {
+        let span = traces::creation(attachment);
+        let attachment = traces::within(&span, attachment);
+        let outcome = self.post(key, api, &attachment).instrument(span.clone()).await;
+        if let Err(problem) = &outcome {
+            trace::fail(&span, problem);
+        }
+        outcome
+    }
+
+    async fn post(
         &self,
         key: &Key,
         api: &Api<VolumeAttachment>,

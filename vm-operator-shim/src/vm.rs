@@ -1,12 +1,12 @@
 //! `VirtualMachine` as partial object: the fields that the shim reads. Status entries keep unknown fields, because entries of
 //! other writers must be written back unchanged.
 
-use crds::names::{LABEL_CLUSTER_ID, VmName};
+use crds::names::{ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID, VmName, trace_annotation};
 use crds::{VirtualMachineSpec, VirtualMachineStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt;
 use kube::core::Object;
-use kube_kit::partial::{identity, only};
+use kube_kit::partial::{identity, only, with_prefix};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -91,12 +91,18 @@ pub(crate) fn name(vm: &Vm) -> VmName {
     vm.name_any().into()
 }
 
+/// Trace context of the last change of an entry of `spec.volumes`.
+pub(crate) fn trace_context<'a>(vm: &'a Vm, entry: &str) -> Option<&'a str> {
+    vm.metadata.annotations.as_ref()?.get(&trace_annotation(entry)).map(String::as_str)
+}
+
 /// Drops all fields that the shim does not read.
 pub(crate) fn trim(vm: &mut Vm) {
     vm.types = None;
     vm.metadata = ObjectMeta {
         deletion_timestamp: vm.metadata.deletion_timestamp.take(),
         labels: only(vm.metadata.labels.take(), LABEL_CLUSTER_ID),
+        annotations: with_prefix(vm.metadata.annotations.take(), ANNOTATION_TRACE_PREFIX),
         ..identity(&mut vm.metadata)
     };
     // Decoded vectors have spare capacity.

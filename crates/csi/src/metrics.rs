@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use process_kit::operation::{self, OperationId};
+use process_kit::operation::{self, OperationId, is_read};
+use process_kit::trace::{self, TRACEPARENT_HEADER};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
@@ -86,11 +87,16 @@ where
         let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
         let (id, metrics) = (OperationId::random(), self.metrics.clone());
         let span = span(&method, &id);
+        let parent = request.headers().get(TRACEPARENT_HEADER).and_then(|value| value.to_str().ok());
+        let parent = parent.map(str::to_owned);
         let open = request.extensions().get::<Caller>().map(Caller::begin);
         let running = Running { method, started: Instant::now(), ended: false };
         let call = self.inner.call(request);
         Box::pin(operation::run(id, span, async move {
+            operation::continue_trace(parent.as_deref());
             let response = call.await?;
+            // The following line has the id of the trace.
+            operation::trace_parent();
             // Unary responses without a message carry the status in the headers.
             let failure =
                 Status::from_header_map(response.headers()).filter(|status| status.code() != Code::Ok);
@@ -109,6 +115,7 @@ fn span(method: &str, id: &OperationId) -> Span {
         "csi",
         method,
         request_id = id.as_str(),
+        trace_id = field::Empty,
         volume = field::Empty,
         node = field::Empty,
         snapshot = field::Empty,
@@ -131,6 +138,7 @@ impl Running {
         match failure {
             Some(failure) => {
                 let (code, message) = (code_name(failure.code()), failure.message());
+                trace::fail(&Span::current(), format!("{code}: {message}"));
                 match is_own_fault(failure.code()) {
                     true => tracing::error!(code, error = message, duration_seconds, "call failed"),
                     false => tracing::warn!(code, error = message, duration_seconds, "call failed"),
@@ -161,11 +169,6 @@ fn code_name(code: Code) -> String {
 /// Whether a failure is a defect of the driver or lost data, not the caller's mistake or a temporary state.
 fn is_own_fault(code: Code) -> bool {
     matches!(code, Code::Internal | Code::Unknown | Code::DataLoss)
-}
-
-/// Whether a method only reads. Callers poll such methods.
-fn is_read(method: &str) -> bool {
-    matches!(method, "Probe" | "Check" | "Watch") || method.starts_with("List") || method.contains("Get")
 }
 
 #[cfg(test)]
@@ -235,15 +238,5 @@ mod tests {
         }
         assert_eq!(log.matches("call failed").count(), 2, "{log}");
         assert!(!log.contains("hidden"), "{log}");
-    }
-
-    #[test]
-    fn polled_methods_are_reads() {
-        for method in ["Probe", "NodeGetCapabilities", "NodeGetVolumeStats", "ListVolumes", "GetCapacity"] {
-            assert!(is_read(method), "{method}");
-        }
-        for method in ["CreateVolume", "ControllerPublishVolume", "NodeStageVolume", "DeleteSnapshot"] {
-            assert!(!is_read(method), "{method}");
-        }
     }
 }

@@ -24,6 +24,7 @@ pub async fn serve(
     crate::client::traffic::register(&mut registry);
     crate::informer::metrics::register(&mut registry);
     crate::queue::metrics::register(&mut registry);
+    process_kit::trace::register(&mut registry);
     registry.register("build", "Version of the program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
     let registry = Arc::new(registry);
     let metrics = move || {

@@ -17,7 +17,7 @@ pub use claim::{PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolu
 pub use metadata::Metadata;
 pub use node::Node;
 pub use pod::{Pod, PodVolume};
-pub use trim::{identity, only};
+pub use trim::{identity, only, with_prefix};
 pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec, PersistentVolumeStatus};
 
 /// Implements [`kube::Resource`] for a partial type like its complete type.

@@ -24,6 +24,7 @@ use delayed::DelayedKeys;
 use metrics::QueueMetrics;
 use process_kit::memory::shrink_map;
 use process_kit::operation::{self, OperationId};
+use process_kit::trace;
 
 /// Handle for pushing keys. Without a worker, keys are dropped: a new worker's owner pushes all existing keys.
 #[derive(Debug)]
@@ -182,6 +183,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                             let failures = state.failed(&key, started);
                             let delay = retry.delay(failures);
                             state.metrics.retry();
+                            trace::fail(&span, error.to_string());
                             span.in_scope(|| tracing::warn!(failures, "{error}; retrying in {delay:.1?}"));
                             NextAction::RequeueAfter(delay)
                         }
@@ -196,7 +198,13 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
 
 /// Span of a reconcile. Its level is that of errors, so that it is part of every log line, whatever the log level.
 fn span(controller: &'static str, key: &impl Display, id: &OperationId) -> Span {
-    tracing::error_span!("reconcile", controller, %key, request_id = id.as_str())
+    tracing::error_span!(
+        "reconcile",
+        controller,
+        %key,
+        request_id = id.as_str(),
+        trace_id = tracing::field::Empty
+    )
 }
 
 /// Queued, delayed and active keys, and active keys that were pushed again.

@@ -1,5 +1,5 @@
 //! Process basics of Nestor's programs: the frame of `main` with signals and exit codes, supervised background tasks,
-//! keyed locks, logs and operations, durations, tables, command-line flags, health checks, and text that is safe to log.
+//! keyed locks, logs, operations and their trace contexts, durations, tables, command-line flags, health checks, and text that is safe to log.
 //! Nothing here knows Kubernetes or storage.
 
 pub mod duration;
@@ -13,3 +13,4 @@ pub mod supervise;
 pub mod table;
 pub mod telemetry;
 pub mod text;
+pub mod trace;

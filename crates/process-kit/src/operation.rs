@@ -1,17 +1,40 @@
 //! Operations: a CSI call, a reconcile or a request, with a span and an id for the logs. The id is passed on in requests to
-//! other programs, so that one search in the logs of all programs finds the whole operation.
+//! other programs, so that one search in the logs of all programs finds the whole operation. So is the operation's
+//! [trace context](crate::trace), if spans are exported.
 
 use std::fmt::{Display, Formatter};
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use tracing::{Instrument, Span};
+
+use crate::trace::{self, TraceParent};
 
 /// Maximum length of an id in bytes.
 const MAX_ID: usize = 64;
 
 tokio::task_local! {
-    static CURRENT: OperationId;
+    static CURRENT: Operation;
+}
+
+/// What a task works on.
+#[derive(Debug, Clone)]
+struct Operation {
+    id: OperationId,
+    span: Span,
+    /// Whether the span has the id of the trace; a field that is recorded twice would be logged twice.
+    has_trace_id: Arc<OnceLock<()>>,
+}
+
+impl Operation {
+    /// The context of the span, if it is exported. From now on, log lines have the id of the trace.
+    fn trace_parent(&self) -> Option<TraceParent> {
+        let parent = TraceParent::of(&self.span).filter(TraceParent::is_sampled)?;
+        self.has_trace_id.get_or_init(|| {
+            self.span.record("trace_id", parent.trace_id());
+        });
+        Some(parent)
+    }
 }
 
 /// Id of an operation in logs: 1 to 64 letters, digits, `-`, `_` or `.`.
@@ -26,7 +49,7 @@ impl OperationId {
 
     /// The id of the operation that this task works on; a random one outside of operations.
     pub fn current() -> Self {
-        CURRENT.try_with(Self::clone).unwrap_or_else(|_| Self::random())
+        CURRENT.try_with(|operation| operation.id.clone()).unwrap_or_else(|_| Self::random())
     }
 
     /// An id that another program sent; None if it is malformed.
@@ -48,17 +71,40 @@ impl Display for OperationId {
     }
 }
 
-/// Runs the work of an operation.
+/// Runs the work of an operation. If the span has a field `trace_id`, it gets the id of the trace.
 pub async fn run<F: Future>(id: OperationId, span: Span, work: F) -> F::Output {
-    CURRENT.scope(id, work).instrument(span).await
+    let operation = Operation { id, span: span.clone(), has_trace_id: Arc::default() };
+    CURRENT.scope(operation, work).instrument(span).await
+}
+
+/// Continues the trace of another program, from which this text comes; ignores it if it is malformed. Only the first call in
+/// an operation has an effect, and only before the operation sends its own context anywhere.
+pub fn continue_trace(parent: Option<&str>) {
+    let Some(parent) = parent.and_then(TraceParent::parse) else { return };
+    let _ = CURRENT.try_with(|operation| {
+        trace::continue_from(&operation.span, &parent);
+        operation.trace_parent();
+    });
+}
+
+/// The context of the operation that this task works on, for other programs; None if its trace is not exported.
+pub fn trace_parent() -> Option<TraceParent> {
+    CURRENT.try_with(Operation::trace_parent).ok().flatten()
+}
+
+/// Whether an operation only reads, by its CSI or HTTP method. Callers poll such operations.
+pub fn is_read(method: &str) -> bool {
+    matches!(method, "Probe" | "Check" | "Watch" | "GET" | "HEAD" | "OPTIONS")
+        || method.starts_with("List")
+        || method.contains("Get")
 }
 
 /// Keeps the operation and the span of this task for work that another task will do.
 pub fn inherit<F: Future>(work: F) -> impl Future<Output = F::Output> {
-    let id = CURRENT.try_with(OperationId::clone).ok();
+    let operation = CURRENT.try_with(Operation::clone).ok();
     let work = async move {
-        match id {
-            Some(id) => CURRENT.scope(id, work).await,
+        match operation {
+            Some(operation) => CURRENT.scope(operation, work).await,
             None => work.await,
         }
     };
@@ -75,6 +121,19 @@ mod tests {
         assert!(OperationId::parse(OperationId::random().as_str()).is_some());
         for bad in ["", "a b", "a\nb", "\u{fc}", &"x".repeat(MAX_ID + 1)] {
             assert_eq!(OperationId::parse(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn polled_methods_are_reads() {
+        for method in
+            ["Probe", "NodeGetCapabilities", "NodeGetVolumeStats", "ListVolumes", "GetCapacity", "GET"]
+        {
+            assert!(is_read(method), "{method}");
+        }
+        for method in ["CreateVolume", "ControllerPublishVolume", "NodeStageVolume", "DeleteSnapshot", "PUT"]
+        {
+            assert!(!is_read(method), "{method}");
         }
     }
 

@@ -6,11 +6,12 @@ use std::io;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::supervise;
-use crate::telemetry::{self, LogArgs};
+use crate::telemetry::{self, LogArgs, SpanExport};
 
 /// Time for a program to stop after a failure, and for blocking calls to return.
 const GRACE: Duration = Duration::from_secs(5);
@@ -23,29 +24,35 @@ where
     Running: Future<Output = Result<(), Error>>,
     Error: Display,
 {
+    run_traced(logs, || Ok(None), threads, app)
+}
+
+/// Like [`run`], with an exporter of spans. `spans` is called within the runtime; its error is one of the command line.
+pub fn run_traced<App, Running, Error>(
+    logs: &LogArgs,
+    spans: impl FnOnce() -> Result<Option<SpanExport>, String>,
+    threads: usize,
+    app: App,
+) -> ExitCode
+where
+    App: FnOnce(CancellationToken) -> Running,
+    Running: Future<Output = Result<(), Error>>,
+    Error: Display,
+{
     // Fails only if a provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    if let Err(problem) = telemetry::init(logs) {
-        return fail(problem, 2);
-    }
     let runtime =
         match tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build() {
             Ok(runtime) => runtime,
             Err(error) => return fail(format!("failed to start the async runtime: {error}"), 1),
         };
-    let stop = CancellationToken::new();
+    let flush = match runtime.block_on(async { start_telemetry(logs, spans()?) }) {
+        Ok(flush) => flush,
+        Err(problem) => return fail(problem, 2),
+    };
     let outcome = runtime.block_on(async {
-        let signals = tokio::spawn(cancel_on_signal(stop.clone()));
-        let mut app = std::pin::pin!(app(stop.clone()));
-        let outcome = tokio::select! {
-            outcome = &mut app => outcome.map_err(|error| format!("{error:#}")),
-            failure = supervise::failure() => {
-                stop.cancel();
-                let _ = tokio::time::timeout(GRACE, app).await;
-                Err(failure)
-            }
-        };
-        signals.abort();
+        let outcome = run_until_failure(app).await;
+        flush.await;
         outcome
     });
     match outcome {
@@ -57,6 +64,35 @@ where
             fail(error, 1)
         }
     }
+}
+
+/// Starts the logs, and returns what exports the last spans.
+fn start_telemetry(logs: &LogArgs, spans: Option<SpanExport>) -> Result<BoxFuture<'static, ()>, String> {
+    let (layer, flush) = spans.map(|spans| (spans.layer, spans.flush)).unzip();
+    telemetry::init(logs, layer)?;
+    Ok(flush.unwrap_or_else(|| Box::pin(std::future::ready(()))))
+}
+
+/// Runs `app` until it returns, or until a supervised task fails.
+async fn run_until_failure<App, Running, Error>(app: App) -> Result<(), String>
+where
+    App: FnOnce(CancellationToken) -> Running,
+    Running: Future<Output = Result<(), Error>>,
+    Error: Display,
+{
+    let stop = CancellationToken::new();
+    let signals = tokio::spawn(cancel_on_signal(stop.clone()));
+    let mut app = std::pin::pin!(app(stop.clone()));
+    let outcome = tokio::select! {
+        outcome = &mut app => outcome.map_err(|error| format!("{error:#}")),
+        failure = supervise::failure() => {
+            stop.cancel();
+            let _ = tokio::time::timeout(GRACE, app).await;
+            Err(failure)
+        }
+    };
+    signals.abort();
+    outcome
 }
 
 fn fail(problem: impl Display, code: u8) -> ExitCode {

@@ -1,8 +1,11 @@
-//! Logs: the same flags and formats for every program.
+//! Logs: the same flags and formats for every program. Spans can also go to an exporter.
 
 use std::io::{self, Write};
 
-use tracing_subscriber::EnvFilter;
+use futures::future::BoxFuture;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use crate::text::one_line;
 
@@ -26,20 +29,33 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts logging to standard error.
-pub fn init(args: &LogArgs) -> Result<(), String> {
+/// An exporter of spans.
+pub struct SpanExport {
+    /// Receives the spans.
+    pub layer: Box<dyn Layer<Registry> + Send + Sync>,
+    /// Exports what is left when the program ends.
+    pub flush: BoxFuture<'static, ()>,
+}
+
+impl std::fmt::Debug for SpanExport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SpanExport").finish_non_exhaustive()
+    }
+}
+
+/// Starts logging to standard error. Spans also go to `spans`, if there is one, whatever the log level.
+pub fn init(args: &LogArgs, spans: Option<Box<dyn Layer<Registry> + Send + Sync>>) -> Result<(), String> {
     let filter = EnvFilter::try_new(&args.log_level)
         .map_err(|error| format!("--log-level {:?} is invalid: {error}", args.log_level))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
-    match args.log_format {
-        LogFormat::Text => builder.with_writer(|| Lines(std::io::stderr())).init(),
-        // The JSON format escapes control characters itself.
+    let logs = tracing_subscriber::fmt::layer().with_ansi(false);
+    let logs = match args.log_format {
+        LogFormat::Text => logs.with_writer(|| Lines(std::io::stderr())).boxed(),
+        // The JSON format escapes control characters itself, and its list of spans includes the current one.
         LogFormat::Json => {
-            let builder = builder.with_writer(std::io::stderr).json();
-            // The list of spans includes the current one.
-            builder.flatten_event(true).with_current_span(false).init();
+            logs.with_writer(std::io::stderr).json().flatten_event(true).with_current_span(false).boxed()
         }
-    }
+    };
+    tracing_subscriber::registry().with(spans).with(logs.with_filter(filter)).init();
     Ok(())
 }
 

@@ -223,13 +223,13 @@ fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
     claims.chain(entries.flat_map(|disk| names::entry_candidates(&disk.name))).map(Key::cluster).collect()
 }
 
-/// Keeps identity, the guest's label, the out-of-service annotation and all volumes, since a PATCH names an entry by
-/// its index.
+/// Keeps identity, the guest's label, our annotations and all volumes, since a PATCH names an entry by its index.
 fn trim(vm: &mut VirtualMachine) {
     // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
     let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
     let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
-    retain_keys(&mut vm.metadata.annotations, |key| read.contains(&key));
+    let is_read = |key: &str| read.contains(&key) || key.starts_with(names::ANNOTATION_TRACE_PREFIX);
+    retain_keys(&mut vm.metadata.annotations, is_read);
     if has_annotations {
         vm.metadata.annotations.get_or_insert_default();
     }

@@ -3,6 +3,7 @@
 
 mod observe;
 mod plan;
+mod traces;
 
 pub use observe::{
     AttachStep, AttachedDisk, PendingDetach, Revision, attach_result, can_add_entry, decide_attach,
@@ -10,6 +11,7 @@ pub use observe::{
     revision, spec_read_only, uses_claim,
 };
 pub use plan::{EntryChange, PatchPlan, Refusal, confirmed, plan_patch};
+pub use traces::add_traces;
 
 /// VMs for tests.
 #[cfg(test)]

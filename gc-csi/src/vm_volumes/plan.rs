@@ -11,6 +11,8 @@ use super::observe::entry_statuses;
 
 /// JSON pointer to [`ANNOTATION_VOLUMES_CONFIRMED`] (RFC 6901: a slash within a name is `~1`).
 const CONFIRMED: &str = "/metadata/annotations/nestor.dev~1volumes-confirmed";
+/// JSON pointer to the annotations.
+pub(super) const ANNOTATIONS: &str = "/metadata/annotations";
 
 /// Change of one volume entry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -166,7 +168,7 @@ fn confirm(vm: &VirtualMachine) -> PatchOperation {
     let onto = vm.metadata.resource_version.as_deref().unwrap_or_default();
     match vm.metadata.annotations {
         Some(_) => add(CONFIRMED, onto),
-        None => add("/metadata/annotations", json!({ ANNOTATION_VOLUMES_CONFIRMED: onto })),
+        None => add(ANNOTATIONS, json!({ ANNOTATION_VOLUMES_CONFIRMED: onto })),
     }
 }
 
@@ -186,7 +188,7 @@ fn describe(entry: &VirtualMachineVolume) -> String {
     }
 }
 
-fn pointer(path: &str) -> PointerBuf {
+pub(super) fn pointer(path: &str) -> PointerBuf {
     PointerBuf::parse(path).unwrap_or_default()
 }
 

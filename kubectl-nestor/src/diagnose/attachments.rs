@@ -189,7 +189,10 @@ fn spec_entry(attach: &Attach<'_>) -> Option<Step> {
         names::volume_entry(attach.claim),
         vm.metadata.name.as_deref().unwrap_or_default()
     );
-    let step = Step::new(Tier::Management, "spec.volumes", name);
+    let context = vm.metadata.annotations.as_ref();
+    let context =
+        context.and_then(|all| all.get(&names::trace_annotation(&names::volume_entry(attach.claim))));
+    let step = Step::new(Tier::Management, "spec.volumes", name).traced(context);
     Some(match (attach.has_entry, attach.wanted) {
         (true, Some(false)) => stale_entry(attach, step),
         (true, _) => step.is(State::Ok, "requested"),

@@ -49,6 +49,7 @@ fn missing(snapshot: &Snapshot, step: Step) -> Step {
 
 fn judge_claim(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -> Step {
     let step = step
+        .traced(claim.annotations().get(names::ANNOTATION_TRACEPARENT))
         .detail("class", claim.spec.as_ref().and_then(|spec| spec.storage_class_name.as_ref()))
         .detail("cluster-id", claim.labels().get(names::LABEL_CLUSTER_ID));
     if let Some(time) = deleted(&claim.metadata) {

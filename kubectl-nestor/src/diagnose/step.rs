@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use kube::api::ObjectMeta;
+use process_kit::trace::TraceParent;
 use serde::Serialize;
 
 use crate::clusters::Tier;
@@ -45,6 +46,9 @@ pub struct Step {
     /// Since when it has been in this state, as far as the object tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
+    /// Id of the trace of the operation that last wrote the object, if it was traced.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace_id: Option<String>,
     /// Why.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
@@ -67,6 +71,7 @@ impl Step {
             state: State::Ok,
             summary: String::new(),
             since: None,
+            trace_id: None,
             cause: None,
             action: None,
             details: Vec::new(),
@@ -98,6 +103,13 @@ impl Step {
     /// Sets the time since which the state holds.
     pub fn since(mut self, time: Option<Timestamp>) -> Self {
         self.since = time;
+        self
+    }
+
+    /// Sets the trace from its context, unless that is malformed.
+    pub fn traced(mut self, context: Option<&String>) -> Self {
+        let parent = context.and_then(|context| TraceParent::parse(context));
+        self.trace_id = parent.map(|parent| parent.trace_id());
         self
     }
 

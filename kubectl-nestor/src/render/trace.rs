@@ -39,6 +39,7 @@ fn step_lines(step: &Step, now: Timestamp, is_wide: bool, has_colour: bool) -> V
     let summary = paint(&one_line(&step.summary), colour, has_colour);
     let mut lines = vec![format!("  {mark} {} {namespace}{name}: {summary}{}", step.kind, age(step, now))];
     let more = |label: &str, text: &str| format!("      {label}: {}", one_line(text));
+    lines.extend(step.trace_id.iter().map(|id| more("trace", id)));
     lines.extend(step.cause.iter().map(|cause| more("why", cause)));
     lines.extend(step.action.iter().map(|action| more("next", action)));
     if is_wide && !step.details.is_empty() {
@@ -81,6 +82,7 @@ mod tests {
         let step = Step::new(Tier::Guest, "PersistentVolumeClaim", "data")
             .is(State::Stuck, "Pending")
             .since("2026-01-01T00:00:00Z".parse().ok())
+            .traced(Some(&format!("00-{:032x}-{:016x}-01", 0xabc, 1)))
             .because("no\nroom")
             .next("add a pool");
         let report = Report {
@@ -94,7 +96,8 @@ mod tests {
         let shown = text(&report, now, false, false);
         assert_eq!(
             shown,
-            "guest cluster\n  ✗ PersistentVolumeClaim data: Pending (5m)\n      why: no\\nroom\n      \
+            "guest cluster\n  ✗ PersistentVolumeClaim data: Pending (5m)\n      \
+             trace: 00000000000000000000000000000abc\n      why: no\\nroom\n      \
              next: add a pool\nnot seen: nothing\nstuck\n"
         );
         assert!(text(&report, now, false, true).contains("\u{1b}[31m"));

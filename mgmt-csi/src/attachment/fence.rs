@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use crds::names::ANNOTATION_OUT_OF_SERVICE;
+use crds::names::{self, ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX};
 use crds::{VirtualMachine, VolumeAttachment, virtual_machine_resource};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Api, Client};
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::partial::{identity, only};
+use kube_kit::partial::identity;
 use tokio::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -58,12 +58,18 @@ impl OutOfService {
 
     /// Whether the VM of a VolumeAttachment is out of service.
     pub(super) fn has_vm_of(&self, attachment: &VolumeAttachment) -> bool {
-        let vm = self
-            .0
-            .as_ref()
-            .zip(vm_owner(attachment))
-            .and_then(|(vms, owner)| vms.get(&key(attachment, owner)));
-        owner_is_out_of_service(attachment, vm.as_deref())
+        owner_is_out_of_service(attachment, self.vm_of(attachment).as_deref())
+    }
+
+    /// Trace context of the last change of the VM's entry for a VolumeAttachment; None without the watch.
+    pub(super) fn trace_context(&self, attachment: &VolumeAttachment) -> Option<String> {
+        let annotations = self.vm_of(attachment)?.metadata.annotations.clone()?;
+        annotations.get(&names::trace_annotation(&attachment.spec.volume_name.entry())).cloned()
+    }
+
+    fn vm_of(&self, attachment: &VolumeAttachment) -> Option<Arc<VirtualMachine>> {
+        let (vms, owner) = self.0.as_ref().zip(vm_owner(attachment))?;
+        vms.get(&key(attachment, owner))
     }
 
     /// Waits until the VM of a VolumeAttachment is out of service; never returns if that does not happen.
@@ -96,13 +102,15 @@ fn is_out_of_service(vm: &VirtualMachine) -> bool {
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
-/// Drops all fields but the identity and the out-of-service annotation.
+/// Drops all fields but the identity, the out-of-service annotation and the trace contexts.
 fn trim(vm: &mut VirtualMachine) {
     vm.types = None;
-    vm.metadata = ObjectMeta {
-        annotations: only(vm.metadata.annotations.take(), ANNOTATION_OUT_OF_SERVICE),
-        ..identity(&mut vm.metadata)
-    };
+    let annotations = vm.metadata.annotations.take().map(|mut all| {
+        all.retain(|key, _| key == ANNOTATION_OUT_OF_SERVICE || key.starts_with(ANNOTATION_TRACE_PREFIX));
+        all
+    });
+    vm.metadata =
+        ObjectMeta { annotations: annotations.filter(|kept| !kept.is_empty()), ..identity(&mut vm.metadata) };
     vm.spec.volumes = Vec::new();
     vm.status = None;
 }

@@ -7,6 +7,7 @@ mod limiter;
 mod metrics;
 mod reconcile;
 mod status;
+mod traces;
 mod tracker;
 
 use std::sync::Arc;

@@ -26,6 +26,7 @@ use super::decide::{Inputs, Observed, Step, decide, decide_gone};
 use super::fence::OutOfService;
 use super::limiter::{Operation, Slot, VmLimiter};
 use super::metrics::Metrics;
+use super::traces::continue_trace;
 use super::tracker::{SETTLE, Tracker};
 use crate::cluster::{self, Volumes};
 use crate::event_reason::EventReason;
@@ -110,6 +111,7 @@ impl Reconciler {
             }
             let still_exists = match step {
                 Step::Attach { spec, replaces } => {
+                    continue_trace(&attachment, &self.out_of_service);
                     observed = Observed::AttachSent;
                     let started = Instant::now();
                     let answer = tokio::select! {
@@ -133,6 +135,7 @@ impl Reconciler {
                     true
                 }
                 Step::Detach => {
+                    continue_trace(&attachment, &self.out_of_service);
                     observed = Box::pin(self.detach_from_vm(&attachment, &id)).await;
                     !self.stop.is_cancelled()
                 }

@@ -1,17 +1,19 @@
 //! `CreateVolume`: empty, from a snapshot, or from another volume.
 
-use crds::names::CsiName;
+use crds::names::{ANNOTATION_TRACEPARENT, CsiName};
 use csi::capability;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
 use csi::request::{Size, required};
 use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
+use process_kit::operation;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::convert::to_proto;
 use super::parameters::Parameters;
 use super::{Controller, access, claims, limits};
+use crate::cluster::annotation;
 use crate::infra::volume_id;
 
 /// Size of a volume without a requested size, in bytes.
@@ -70,6 +72,8 @@ impl Controller {
             Some(key) => self.claims.find(key, deadline).await?.map(|claim| (key, claim)),
             None => None,
         };
+        let context = claim.as_ref().and_then(|(_, claim)| annotation(claim, ANNOTATION_TRACEPARENT));
+        operation::continue_trace(context);
         if let Some((key, claim)) = &claim {
             placement.zones = claims::requested_zones(key, claim)?;
         } else if claim_key.is_some()

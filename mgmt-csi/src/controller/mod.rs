@@ -14,15 +14,17 @@ mod snapshots;
 
 use std::sync::Arc;
 
+use crds::names::ANNOTATION_TRACEPARENT;
 use csi::locks::VolumeLocks;
 use infra_api::{Volume, VolumeId};
 use kube::Client;
 use kube_kit::informer::Informer;
 use kube_kit::partial::PersistentVolumeClaim;
+use process_kit::operation;
 use tokio::time::Instant;
 use tonic::Status;
 
-use crate::cluster::Volumes;
+use crate::cluster::{Volumes, annotation, claim_of};
 use crate::infra::StorageInfra;
 use claims::Claims;
 use deletion_guard::DeletionGuard;
@@ -55,6 +57,16 @@ impl Controller {
             claims: Claims { client, cache: claims },
             deletion_guard,
             locks: VolumeLocks::default(),
+        }
+    }
+
+    /// Continues the trace of the operation that last wrote the claim of a volume, such as its expansion.
+    fn continue_trace_of_claim(&self, id: &str) {
+        let Ok(id) = VolumeId::new(id) else { return };
+        for volume in self.deletion_guard.cache.of_volume(&id) {
+            let claim = claim_of(&volume.spec).and_then(|key| self.claims.cache.get(&key));
+            let context = claim.as_ref().and_then(|claim| annotation(claim, ANNOTATION_TRACEPARENT));
+            operation::continue_trace(context);
         }
     }
 

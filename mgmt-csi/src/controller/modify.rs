@@ -24,6 +24,7 @@ impl Controller {
             .ok_or_else(|| Status::invalid_argument("capacity_range is missing in the request"))?;
         let size = Size::from_range(Some(range), 0)?;
         let _guard = self.locks.acquire(handle)?;
+        self.continue_trace_of_claim(handle);
         let volume = self.find(handle, deadline).await?;
         if let Some(limit) = size.limit.filter(|limit| *limit < volume.capacity_bytes) {
             return Err(Status::out_of_range(format!(

@@ -5,7 +5,7 @@ pub(crate) mod resolve;
 
 use std::sync::Arc;
 
-use crds::names::FINALIZER_DETACH;
+use crds::names::{ANNOTATION_TRACEPARENT, FINALIZER_DETACH};
 use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
@@ -14,7 +14,7 @@ use kube_kit::events::Events;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::mutation_cache::MutationCache;
-use kube_kit::partial::{PersistentVolumeClaim, identity};
+use kube_kit::partial::{PersistentVolumeClaim, identity, only};
 use kube_kit::queue::Queue;
 use serde_json::json;
 
@@ -43,6 +43,7 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
         deletion_timestamp: meta.deletion_timestamp.take(),
         finalizers: meta.finalizers.take(),
         owner_references: meta.owner_references.take(),
+        annotations: only(meta.annotations.take(), ANNOTATION_TRACEPARENT),
         ..identity(&mut meta)
     };
     // Decoded vectors have spare capacity.
@@ -56,6 +57,11 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     if let Some(status) = &mut attachment.status {
         status.conditions.shrink_to_fit();
     }
+}
+
+/// Trace context with which the VolumeAttachment was created.
+pub(crate) fn trace_context(attachment: &VolumeAttachment) -> Option<&str> {
+    attachment.metadata.annotations.as_ref()?.get(ANNOTATION_TRACEPARENT).map(String::as_str)
 }
 
 /// Whether `status.attached` is true.

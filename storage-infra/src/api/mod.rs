@@ -17,6 +17,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, put};
 use infra_api::{ObjectKind, Problem, ProblemCode, REQUEST_ID_HEADER};
 use process_kit::operation::{self, OperationId};
+use process_kit::trace::{self, TRACEPARENT_HEADER};
 use tokio_util::sync::CancellationToken;
 use tracing::Span;
 
@@ -99,10 +100,20 @@ async fn observe(State(metrics): State<Metrics>, request: Request, next: Next) -
     let route = request.extensions().get::<MatchedPath>().map_or("none", MatchedPath::as_str).to_owned();
     let id = operation_id(&request);
     let span = span(&request, &route, &id);
-    let mut response = operation::run(id.clone(), span.clone(), next.run(request)).await;
+    let parent = header(&request, TRACEPARENT_HEADER).map(str::to_owned);
+    let serving = async {
+        operation::continue_trace(parent.as_deref());
+        // The log lines of the request have the id of the trace.
+        operation::trace_parent();
+        next.run(request).await
+    };
+    let mut response = operation::run(id.clone(), span.clone(), serving).await;
     let took = start.elapsed();
     let code = response.status().as_u16();
     metrics.request(method.as_str(), &route, code, took);
+    if code >= 500 {
+        trace::fail(&span, format!("status {code}"));
+    }
     span.in_scope(|| log_served(&method, code, took));
     if let Ok(id) = HeaderValue::from_str(id.as_str()) {
         response.headers_mut().insert(REQUEST_ID_HEADER, id);
@@ -112,15 +123,27 @@ async fn observe(State(metrics): State<Metrics>, request: Request, next: Next) -
 
 /// The client's id of the request; a new one if that is missing or malformed.
 fn operation_id(request: &Request) -> OperationId {
-    let header = request.headers().get(REQUEST_ID_HEADER).and_then(|id| id.to_str().ok());
-    header.and_then(OperationId::parse).unwrap_or_else(OperationId::random)
+    header(request, REQUEST_ID_HEADER).and_then(OperationId::parse).unwrap_or_else(OperationId::random)
+}
+
+/// A header of a request; None if it is not text.
+fn header<'a>(request: &'a Request, name: &str) -> Option<&'a str> {
+    request.headers().get(name).and_then(|value| value.to_str().ok())
 }
 
 /// Span of a request. Its level is that of errors, so that it is part of every log line, whatever the log level.
 fn span(request: &Request, route: &str, id: &OperationId) -> Span {
     let (method, path) = (request.method(), request.uri().path());
     let client = request.extensions().get::<ClientName>().map(ClientName::as_str);
-    tracing::error_span!("request", %method, route, path, request_id = id.as_str(), client)
+    tracing::error_span!(
+        "request",
+        %method,
+        route,
+        path,
+        request_id = id.as_str(),
+        trace_id = tracing::field::Empty,
+        client
+    )
 }
 
 /// Reads are polled, so their success is logged at a lower level.

@@ -14,7 +14,8 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use process_kit::duration;
 use process_kit::flags::{self, HttpArgs};
-use process_kit::telemetry::{self, LogArgs};
+use process_kit::telemetry::{self, LogArgs, SpanExport};
+use trace_export::TraceArgs;
 
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
 use crate::backup::Schedule;
@@ -87,6 +88,8 @@ struct ServeArgs {
     backups: BackupFlags,
     #[command(flatten)]
     http: HttpArgs,
+    #[command(flatten, next_help_heading = "Traces")]
+    traces: TraceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -143,10 +146,15 @@ fn simulated(text: &str) -> Option<HypervisorTarget> {
 
 /// Runs the command.
 pub async fn run(cli: Cli) -> anyhow::Result<()> {
-    telemetry::init(&cli.logs).map_err(anyhow::Error::msg)?;
+    let spans = match &cli.command {
+        Command::Serve(args) => args.traces.start("storage-infra").map_err(anyhow::Error::msg)?,
+        _ => None,
+    };
+    let (layer, flush) = spans.map(|SpanExport { layer, flush }| (layer, flush)).unzip();
+    telemetry::init(&cli.logs, layer).map_err(anyhow::Error::msg)?;
     match cli.command {
         Command::Serve(args) => {
-            app::serve(app::Options {
+            let served = app::serve(app::Options {
                 data_dir: args.data_dir,
                 listen: args.listen,
                 tls_cert: args.tls_cert,
@@ -156,7 +164,11 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
             })
-            .await
+            .await;
+            if let Some(flush) = flush {
+                flush.await;
+            }
+            served
         }
         Command::Backup(args) => backup::back_up(&args),
         Command::Restore(args) => backup::restore(&args),

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use http::{Method, StatusCode};
 use process_kit::operation::OperationId;
+use process_kit::trace::{self, TRACEPARENT_HEADER, TraceParent};
 use reqwest::RequestBuilder;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -79,9 +80,16 @@ impl Client {
     }
 
     /// Sends the request, reads the whole response and turns every status other than 2xx into an error.
-    pub(super) async fn send(&self, call: Call) -> Result<Response> {
+    pub(super) async fn send(&self, mut call: Call) -> Result<Response> {
         let span = call.span();
-        self.send_in_span(call).instrument(span).await
+        if let Some(context) = TraceParent::of(&span) {
+            call.request = call.request.header(TRACEPARENT_HEADER, context.to_string());
+        }
+        let answer = self.send_in_span(call).instrument(span.clone()).await;
+        if let Err(error) = &answer {
+            trace::fail(&span, error.to_string());
+        }
+        answer
     }
 
     async fn send_in_span(&self, call: Call) -> Result<Response> {

@@ -20,6 +20,16 @@ pub fn only(entries: Option<BTreeMap<String, String>>, key: &str) -> Option<BTre
     entries?.remove_entry(key).map(|entry| [entry].into())
 }
 
+/// The labels or annotations whose keys begin with `prefix`; None if there are none.
+pub fn with_prefix(
+    entries: Option<BTreeMap<String, String>>,
+    prefix: &str,
+) -> Option<BTreeMap<String, String>> {
+    let mut entries = entries?;
+    entries.retain(|key, _| key.starts_with(prefix));
+    Some(entries).filter(|kept| !kept.is_empty())
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -39,6 +49,9 @@ mod tests {
             json!(trimmed),
             json!({"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "7", "annotations": {"kept": "x"}})
         );
-        assert_eq!(only(Some([("other".to_owned(), "y".to_owned())].into()), "kept"), None);
+        let other = Some([("other".to_owned(), "y".to_owned())].into());
+        assert_eq!(only(other.clone(), "kept"), None);
+        assert_eq!(with_prefix(other.clone(), "oth"), other);
+        assert_eq!(with_prefix(other, "kept"), None);
     }
 }

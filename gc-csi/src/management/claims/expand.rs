@@ -4,10 +4,11 @@
 //! retries, and the quota is used. When the guest then requests less, the management request is lowered too; Kubernetes
 //! allows any size above the capacity (KEP-1790).
 
-use crds::names::ClaimName;
+use crds::names::{ANNOTATION_TRACEPARENT, ClaimName};
 use csi::request::Size;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
+use process_kit::operation;
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -187,10 +188,15 @@ impl Claims {
         bytes: u64,
     ) -> Result<(), ExpandError> {
         let size = quantity::of(bytes);
-        let patch = json!({
+        let mut patch = json!({
             "metadata": {"uid": cached.metadata.uid, "resourceVersion": cached.metadata.resource_version},
             "spec": {"resources": {"requests": {"storage": size}}},
         });
+        let context = operation::trace_parent().map(|context| context.to_string());
+        // The context of an earlier operation is removed.
+        if context.is_some() || has_context(cached) {
+            patch["metadata"]["annotations"] = json!({ANNOTATION_TRACEPARENT: context});
+        }
         match self.patch(name, patch).await {
             Ok(_) | Err(ApiError::Conflict(_)) => Ok(()),
             Err(source) => {
@@ -199,6 +205,11 @@ impl Claims {
             }
         }
     }
+}
+
+fn has_context(claim: &PersistentVolumeClaim) -> bool {
+    let annotations = claim.metadata.annotations.as_ref();
+    annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_TRACEPARENT))
 }
 
 /// The capacity, unless it exceeds the limit.

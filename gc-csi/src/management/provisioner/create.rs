@@ -7,6 +7,7 @@ use csi::request::Size;
 use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResourceRequirements};
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
+use process_kit::operation;
 use tokio::time::Instant;
 
 use super::{BoundClaim, DeleteError, NewClaim, Provisioner, Source};
@@ -315,6 +316,9 @@ impl Provisioner {
         if self.classes.is_retained(&request.class) {
             // mgmt-csi updates the annotation once the volume exists.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
+        }
+        if let Some(context) = operation::trace_parent() {
+            annotations.insert(names::ANNOTATION_TRACEPARENT.to_owned(), context.to_string());
         }
         v1::PersistentVolumeClaim {
             metadata: self.owner.new_metadata(name, annotations).await,

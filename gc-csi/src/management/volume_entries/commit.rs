@@ -12,7 +12,7 @@
 //! request's [`MayRemove`] check. A later attach changes the VM even if its entry is already present, so the API server
 //! then refuses the PATCH.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -21,13 +21,14 @@ use crds::names::VmName;
 use futures::future::{BoxFuture, join_all};
 use kube::api::Patch;
 use kube_kit::resource_version::is_newer;
-use process_kit::supervise;
+use process_kit::trace::TraceParent;
+use process_kit::{operation, supervise};
 use tokio::sync::oneshot;
 
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::virtual_machines::VirtualMachines;
-use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
+use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, add_traces, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;
@@ -76,6 +77,8 @@ pub(super) struct Request {
     change: EntryChange,
     /// Set for removals.
     may_remove: Option<MayRemove>,
+    /// Trace context of the operation.
+    context: Option<TraceParent>,
     done: oneshot::Sender<Result<Revision, CommitError>>,
 }
 
@@ -135,7 +138,8 @@ impl Committer {
         may_remove: Option<MayRemove>,
     ) -> Result<Revision, CommitError> {
         let (done, outcome) = oneshot::channel();
-        if let Some(mut batches) = self.batcher.push(operation, Request { change, may_remove, done }) {
+        let request = Request { change, may_remove, context: operation::trace_parent(), done };
+        if let Some(mut batches) = self.batcher.push(operation, request) {
             let committer = self.clone();
             supervise::worker(format!("batcher of VM {}", operation.vm_name()), async move {
                 while let Some(batch) = batches.next().await {
@@ -196,7 +200,8 @@ impl Committer {
             batch.retain(|request| !request.done.is_closed());
             reject_kept_entries(&vm, batch).await;
             let changes: Vec<EntryChange> = batch.iter().map(|request| request.change.clone()).collect();
-            let plan = plan_patch(vm_name, &vm, &changes);
+            let mut plan = plan_patch(vm_name, &vm, &changes);
+            add_traces(&vm, &mut plan.operations, &contexts_of(batch));
             // The cached VM may be older than a PATCH whose response was lost, so "nothing to do" is verified at the
             // API server.
             if plan.operations.is_empty() && !is_live && !batch.is_empty() {
@@ -284,6 +289,16 @@ async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
             Err(reason) => answer(vec![request], vec![Err(reason.into())]),
         }
     }
+}
+
+/// The trace context of each entry that changes; of several changes, the last one's.
+fn contexts_of(batch: &[Request]) -> BTreeMap<String, Option<TraceParent>> {
+    let of = |request: &Request| match &request.change {
+        EntryChange::Add { name, .. } | EntryChange::Remove { name } => {
+            (name.clone(), request.context.clone())
+        }
+    };
+    batch.iter().map(of).collect()
 }
 
 fn answer(batch: Vec<Request>, outcomes: Vec<Result<Revision, CommitError>>) {

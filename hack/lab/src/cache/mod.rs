@@ -21,7 +21,7 @@ pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
 pub use kubernetes::Kubernetes;
-pub use tools::{helm, prometheus, tools};
+pub use tools::{helm, otelcol, prometheus, tools};
 
 use crate::run::lock;
 

@@ -1,5 +1,5 @@
-//! Go tools built from pinned modules: Kubernetes, etcd, the sidecars, csi-sanity, containerd, CNI plugins, helm, and
-//! Prometheus.
+//! Go tools built from pinned modules: Kubernetes, etcd, the sidecars, csi-sanity, containerd, CNI plugins, helm,
+//! Prometheus, and an OpenTelemetry collector.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -62,6 +62,11 @@ pub async fn prometheus(ui: &Ui) -> Result<PathBuf> {
     modules(ui, "prometheus", &["prometheus"]).await
 }
 
+/// Returns the OpenTelemetry collector. Only the tests of traces need it, so it is built on demand.
+pub async fn otelcol(ui: &Ui) -> Result<PathBuf> {
+    Ok(modules(ui, "otelcol", &["otelcol"]).await?.join("otelcol"))
+}
+
 async fn modules(ui: &Ui, kind: &str, modules: &[&str]) -> Result<PathBuf> {
     let go = run(&mut command("go", ["version"])).await.context(
         "the lab builds Kubernetes from source and needs Go (see the go line in hack/tools/*/go.mod)",
@@ -69,7 +74,9 @@ async fn modules(ui: &Ui, kind: &str, modules: &[&str]) -> Result<PathBuf> {
     let mut key = Key::new(kind).with("go", go.trim().as_bytes()).with("version", &[1]);
     for module in modules {
         let dir = repository().join("hack/tools").join(module);
-        for file in ["go.mod", "go.sum"] {
+        // Most modules only name tools of others.
+        let sources = ["main.go"].into_iter().filter(|file| dir.join(file).exists());
+        for file in ["go.mod", "go.sum"].into_iter().chain(sources) {
             let bytes = fs::read(dir.join(file))
                 .with_context(|| format!("cannot read {}", dir.join(file).display()))?;
             key = key.with(&format!("{module}/{file}"), &bytes);

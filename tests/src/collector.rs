@@ -1,0 +1,163 @@
+//! An OpenTelemetry collector, and programs of the lab that export their spans to it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow};
+use lab::cache;
+use lab::state::State;
+use lab::ui::Ui;
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+
+use crate::program::Running;
+use crate::{PATIENCE, Scenario, eventually};
+
+/// Environment variable of `--otlp-endpoint`.
+const ENDPOINT: &str = "NESTOR_OTLP_ENDPOINT";
+/// The programs on the way of a volume. The storage infra comes first, because mgmt-csi is not ready without it.
+const PROGRAMS: [&str; 4] = ["storage-infra", "mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
+
+/// A span that the collector received.
+#[derive(Debug, Clone)]
+pub struct Span {
+    /// The program.
+    pub service: String,
+    /// Its name.
+    pub name: String,
+    /// Id of its trace.
+    pub trace: String,
+    /// Its id.
+    pub id: String,
+    /// Id of its parent; empty without one.
+    pub parent: String,
+    /// Its attributes that are text.
+    pub attributes: BTreeMap<String, String>,
+    /// Whether its status is an error.
+    pub has_failed: bool,
+}
+
+/// A collector.
+pub struct Collector(Running);
+
+impl Collector {
+    /// Starts a collector on a free port. Builds it if it is not in the cache.
+    pub async fn start() -> Result<Self> {
+        let config = json!({
+            "receivers": {"otlp": {"protocols": {"grpc": {}}}},
+            "exporters": {"lines": {}},
+            "service": {"pipelines": {"traces": {"receivers": ["otlp"], "exporters": ["lines"]}}},
+        });
+        let program = cache::otelcol(&Ui::default()).await?;
+        let config = format!("--config=yaml:{config}");
+        let listen = "--set=receivers.otlp.protocols.grpc.endpoint";
+        let process = Running::listening(&program, &[&config], listen, None).await?;
+        eventually("the collector listens", PATIENCE, || async {
+            let connected = TcpStream::connect(("127.0.0.1", process.port())).await;
+            Ok(connected.map(drop).map_err(|error| format!("{error}; log: {}", process.log())))
+        })
+        .await?;
+        Ok(Self(process))
+    }
+
+    /// Its OTLP endpoint.
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.0.port())
+    }
+
+    /// The spans that it has received.
+    pub fn spans(&self) -> Result<Vec<Span>> {
+        let log = self.0.log();
+        let mut spans = Vec::new();
+        for line in log.lines().filter(|line| line.starts_with("{\"resourceSpans\"")) {
+            let received: Value = serde_json::from_str(line).context("not a line of spans")?;
+            spans.extend(list(&received["resourceSpans"]).flat_map(of_resource));
+        }
+        Ok(spans)
+    }
+
+    /// Waits until a trace contains these spans, by program and name, each the child of the one before. Returns the first.
+    pub async fn has_chain(&self, trace: &str, chain: &[(&str, &str)]) -> Result<Span> {
+        eventually(&format!("trace {trace} contains {chain:?}"), PATIENCE, || async {
+            let mut spans = self.spans()?;
+            spans.retain(|span| span.trace == trace);
+            let first = spans.iter().find(|span| span.parent.is_empty() && begins(&spans, span, chain));
+            Ok(first.cloned().ok_or_else(|| format!("{spans:#?}")))
+        })
+        .await
+    }
+
+    /// Stops it.
+    pub async fn stop(self) -> Result<()> {
+        self.0.stop().await.map(drop)
+    }
+}
+
+/// Whether a chain begins with this span.
+fn begins(spans: &[Span], span: &Span, chain: &[(&str, &str)]) -> bool {
+    let [first, rest @ ..] = chain else { return true };
+    let is_first = (span.service.as_str(), span.name.as_str()) == *first;
+    let mut children = spans.iter().filter(|child| child.parent == span.id);
+    is_first && (rest.is_empty() || children.any(|child| begins(spans, child, rest)))
+}
+
+fn list(values: &Value) -> impl Iterator<Item = &Value> {
+    values.as_array().into_iter().flatten()
+}
+
+fn of_resource(resource: &Value) -> Vec<Span> {
+    let about = attributes(&resource["resource"]);
+    let service = about.get("service.name").cloned().unwrap_or_default();
+    let spans = list(&resource["scopeSpans"]).flat_map(|scope| list(&scope["spans"]));
+    spans.map(|span| read(&service, span)).collect()
+}
+
+fn read(service: &str, span: &Value) -> Span {
+    let text = |field: &str| span[field].as_str().unwrap_or_default().to_owned();
+    Span {
+        service: service.to_owned(),
+        name: text("name"),
+        trace: text("traceId"),
+        id: text("spanId"),
+        parent: text("parentSpanId"),
+        attributes: attributes(span),
+        has_failed: span["status"]["code"] == 2,
+    }
+}
+
+fn attributes(of: &Value) -> BTreeMap<String, String> {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    list(&of["attributes"]).map(|one| (text(&one["key"]), text(&one["value"]["stringValue"]))).collect()
+}
+
+/// Runs `work` while the lab's programs export their spans to `endpoint`, and then turns that off, whether `work` succeeded
+/// or not.
+pub async fn with_traces<Work, Working>(s: &Arc<Scenario>, endpoint: &str, work: Work) -> Result<()>
+where
+    Work: FnOnce(Arc<Scenario>) -> Working,
+    Working: Future<Output = Result<()>> + Send + 'static,
+{
+    export_to(s, Some(endpoint)).await?;
+    // In its own task, so that a failed assertion does not skip the end.
+    let outcome = tokio::spawn(work(s.clone())).await;
+    export_to(s, None).await?;
+    outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}")))
+}
+
+/// Restarts the programs with or without an endpoint.
+async fn export_to(s: &Scenario, endpoint: Option<&str>) -> Result<()> {
+    for program in PROGRAMS {
+        s.stop_component(program).await?;
+        s.lab.run().update(|state| set(state, program, endpoint))?;
+        s.start_component(program).await?;
+    }
+    Ok(())
+}
+
+fn set(state: &mut State, program: &str, endpoint: Option<&str>) {
+    let Some(component) = state.components.get_mut(program) else { return };
+    match endpoint {
+        Some(endpoint) => component.env.insert(ENDPOINT.to_owned(), endpoint.to_owned()),
+        None => component.env.remove(ENDPOINT),
+    };
+}

@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod chart;
 mod cleanup;
 pub mod crash;
+pub mod docs;
 pub mod driver;
 mod events;
 pub mod fake_infra;

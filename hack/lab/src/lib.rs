@@ -12,6 +12,8 @@
 //! | Nestor's components and the sidecars | `drivers`, [`infra`] |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
+//! | `cargo lab generate` | [`generate`] |
+//! | `cargo lab release` | [`release`] |
 
 pub mod audit;
 pub mod cache;
@@ -22,6 +24,7 @@ mod demo;
 mod deployed;
 mod down;
 mod drivers;
+pub mod generate;
 pub mod images;
 pub mod infra;
 mod kubeconfig;
@@ -32,6 +35,7 @@ mod pki;
 mod ports;
 pub mod process;
 mod ready;
+pub mod release;
 pub mod run;
 pub mod sanity;
 mod session;

@@ -18,7 +18,7 @@ pub(crate) fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
 }
 
 /// Copies a program without its debug information, which release builds do not have.
-pub(super) async fn strip(program: &Path, copy: &Path) -> Result<()> {
+pub(crate) async fn strip(program: &Path, copy: &Path) -> Result<()> {
     put(copy, b"", 0o755)?;
     let mut strip = command("strip", ["--strip-debug", "-o"]);
     run(strip.arg(copy).arg(program)).await?;

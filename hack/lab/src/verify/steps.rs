@@ -65,6 +65,8 @@ pub(super) enum Work {
     Deny,
     /// typos.
     Spelling,
+    /// mdBook.
+    Book,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
     /// The black-box tests whose names contain this text, in the lab; the duration of the soak test, if it is not the usual.
@@ -80,7 +82,7 @@ impl Work {
     /// Whether it leaves enough CPU time for other such steps beside it, and does not wait for the lock of cargo's target
     /// folder.
     fn is_light(&self) -> bool {
-        matches!(self, Self::Fmt | Self::Machete | Self::Deny | Self::Spelling)
+        matches!(self, Self::Fmt | Self::Machete | Self::Deny | Self::Spelling | Self::Book)
     }
 }
 
@@ -123,6 +125,7 @@ fn without_lab() -> Vec<Step> {
         step("machete", Set::All, "unused dependencies (cargo-machete)", Work::Machete),
         step("deny", Set::All, "licences and sources of dependencies (cargo-deny)", Work::Deny),
         step("spelling", Set::All, "spelling (typos)", Work::Spelling),
+        step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
         step("clippy", Set::Quick, "lints", cargo(&clippy)),
         step("doc", Set::Quick, "documentation", cargo(&["doc", "--workspace", "--no-deps"])),
         step("unit", Set::Quick, "unit tests", cargo(&UNIT_TESTS)),
@@ -246,7 +249,7 @@ mod tests {
         assert!(quick.iter().all(|name| normal.contains(name)));
         assert!(normal.iter().all(|name| all.contains(name) || name == "soak"));
         let of_all: Vec<&String> = all.iter().filter(|name| !normal.contains(name)).collect();
-        assert_eq!(of_all, ["machete", "deny", "spelling", "model", "long-soak"]);
+        assert_eq!(of_all, ["machete", "deny", "spelling", "book", "model", "long-soak"]);
     }
 
     #[test]
@@ -277,7 +280,7 @@ mod tests {
     #[test]
     fn light_steps_run_side_by_side_and_others_alone() {
         let groups = groups(steps());
-        assert_eq!(names(&groups[0]), ["fmt", "machete", "deny", "spelling"]);
+        assert_eq!(names(&groups[0]), ["fmt", "machete", "deny", "spelling", "book"]);
         assert!(groups[1..].iter().all(|group| group.len() == 1));
         assert_eq!(groups.concat(), steps());
     }

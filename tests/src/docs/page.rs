@@ -84,9 +84,9 @@ impl Page {
     pub fn parse(path: &str, text: &str) -> Self {
         let mut reader =
             Reader { page: Self { path: path.to_owned(), ..Self::default() }, ..Reader::default() };
-        let mut line = Lines::of(text);
+        let lines = Lines::of(text);
         for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
-            reader.read(event, line.at(range.start));
+            reader.read(event, lines.at(range.start));
         }
         reader.page
     }
@@ -100,7 +100,7 @@ impl Lines {
         Self(text.match_indices('\n').map(|(offset, _)| offset).collect())
     }
 
-    fn at(&mut self, offset: usize) -> usize {
+    fn at(&self, offset: usize) -> usize {
         self.0.partition_point(|end| *end < offset) + 1
     }
 }

@@ -144,8 +144,8 @@ fn charts() -> Result<BTreeMap<&'static str, Value>> {
 fn has(values: &Value, path: &[&str]) -> bool {
     let [first, rest @ ..] = path else { return true };
     let Value::Object(fields) = values else {
-        // Fields of list items and free-form values are in the schema only.
-        return values.is_array() || values.as_object().is_some_and(serde_json::Map::is_empty);
+        // Fields of list items are in the schema only.
+        return values.is_array();
     };
     let matching = fields.iter().filter(|(name, _)| match first.split_once('*') {
         Some((start, end)) => name.starts_with(start) && name.ends_with(end),

@@ -4,15 +4,20 @@
 #[macro_export]
 macro_rules! reasons {
     ($(#[$attribute:meta])* $visibility:vis enum $name:ident {
-        $($(#[$variant_attribute:meta])* $variant:ident,)+
+        $($(#[doc = $doc:literal])* $variant:ident,)+
     }) => {
         $(#[$attribute])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         $visibility enum $name {
-            $($(#[$variant_attribute])* $variant,)+
+            $($(#[doc = $doc])* $variant,)+
         }
 
         impl $name {
+            /// All reasons with their documentation.
+            #[allow(dead_code, reason = "for the generated reference of some")]
+            $visibility const ALL: &'static [(Self, &'static str)] =
+                &[$((Self::$variant, concat!($($doc),*)),)+];
+
             /// The reason as text.
             $visibility fn as_str(self) -> &'static str {
                 match self {

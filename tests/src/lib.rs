@@ -9,6 +9,7 @@ pub mod chart;
 mod cleanup;
 pub mod collector;
 pub mod crash;
+pub mod docs;
 pub mod driver;
 mod events;
 pub mod fake_infra;

@@ -15,7 +15,7 @@ use crate::session::{After, interrupted, with_any_lab, with_lab};
 use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
-use crate::{images, package, verbs, verify};
+use crate::{generate, images, package, release, verbs, verify};
 
 /// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
 #[derive(Debug, Parser)]
@@ -96,7 +96,9 @@ enum Verb {
     Images(images::Options),
     /// Build the Debian package of storage-infra, with its systemd unit and its configuration.
     Package(package::Options),
-    /// Write the CustomResourceDefinitions in crds/yaml from the Rust types.
+    /// Build everything that is published: images, charts, programs, definitions, SBOMs, checksums and release notes.
+    Release(release::Options),
+    /// Write the files that are derived from the code: crds/yaml, and pages in docs/reference. Builds the programs first.
     Generate,
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
@@ -128,7 +130,8 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Soak { minutes, seed } => run_soak(&ui, &run, minutes, seed).await,
         Verb::Images(options) => images::images(&ui, &options).await.map(|()| ExitCode::SUCCESS),
         Verb::Package(options) => package::package(&ui, &options).await.map(|()| ExitCode::SUCCESS),
-        Verb::Generate => verbs::generate().map(|()| ExitCode::SUCCESS),
+        Verb::Release(options) => release::release(&ui, &options).await.map(|()| ExitCode::SUCCESS),
+        Verb::Generate => generate::generate(&ui).await.map(|()| ExitCode::SUCCESS),
         Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
     }
 }

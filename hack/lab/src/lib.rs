@@ -13,6 +13,8 @@
 //! | Nestor in pods, installed with helm | [`deployed`] |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
+//! | `cargo lab generate` | [`generate`] |
+//! | `cargo lab release` | [`release`] |
 
 pub mod audit;
 pub mod cache;
@@ -23,6 +25,7 @@ mod demo;
 pub mod deployed;
 mod down;
 mod drivers;
+pub mod generate;
 pub mod images;
 pub mod infra;
 mod kubeconfig;
@@ -34,6 +37,7 @@ mod pki;
 mod ports;
 pub mod process;
 mod ready;
+pub mod release;
 pub mod run;
 pub mod sanity;
 mod session;

@@ -1,4 +1,4 @@
-//! Small verbs: logs, kubectl, generate, bench, soak.
+//! Small verbs: logs, kubectl, bench, soak.
 
 use std::fs;
 use std::process::{ExitCode, Stdio};
@@ -9,7 +9,6 @@ use tokio::process::Command;
 use crate::lab::Lab;
 use crate::run::{Run, repository};
 use crate::state::Cluster;
-use crate::ui::say;
 
 /// Prints or follows a log.
 pub async fn logs(run: &Run, name: &str, follow: bool) -> Result<ExitCode> {
@@ -46,30 +45,6 @@ pub async fn kubectl(run: &Run, cluster: &str, args: &[String]) -> Result<ExitCo
     })?;
     let mut kubectl = Command::new(state.tools.join("kubectl"));
     foreground(kubectl.arg("--kubeconfig").arg(&found.kubeconfig).args(args)).await
-}
-
-/// Writes the definitions in `crds/yaml/` from the Rust types.
-pub fn generate() -> Result<()> {
-    let folder = repository().join("crds/yaml");
-    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let expected = crds::generate::all();
-    for entry in fs::read_dir(&folder)? {
-        let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if !expected.iter().any(|(file, _)| *file == name) {
-            fs::remove_file(entry.path())?;
-            say(format!("removed crds/yaml/{name}"));
-        }
-    }
-    for (name, yaml) in expected {
-        let path = folder.join(&name);
-        let changed = fs::read_to_string(&path).ok().as_ref() != Some(&yaml);
-        if changed {
-            fs::write(&path, yaml).with_context(|| format!("cannot write {}", path.display()))?;
-        }
-        say(format!("{} crds/yaml/{name}", if changed { "wrote    " } else { "unchanged" }));
-    }
-    Ok(())
 }
 
 /// Runs a bench, with a lab if it needs one.

@@ -18,9 +18,14 @@ const CRATES: [&str; 6] =
 
 /// Installs a development tool once and returns its folder.
 pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {
+    tool_with(ui, name, version, &[]).await
+}
+
+/// The same, with further arguments of `cargo install`.
+pub(crate) async fn tool_with(ui: &Ui, name: &str, version: &str, more: &[&str]) -> Result<PathBuf> {
     entry(&format!("{name}-{version}"), async |out: &Path| {
         let mut install = command(&program(), ["install", "--locked", "--version", version, "--root"]);
-        install.arg(out).arg(name);
+        install.arg(out).arg(name).args(more);
         finish(ui, &format!("building {name} {version}"), &mut install).await
     })
     .await

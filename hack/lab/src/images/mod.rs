@@ -3,7 +3,7 @@
 
 mod base;
 pub(crate) mod files;
-mod sbom;
+pub(crate) mod sbom;
 mod sidecars;
 
 use std::fs;
@@ -18,7 +18,8 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
-use files::{put, strip};
+use files::put;
+pub(crate) use files::strip;
 pub(crate) use sidecars::{Sidecar, write as write_sidecars};
 
 /// The version of this build.
@@ -180,7 +181,7 @@ impl Image {
         let base = Base::of(ui, self.packages).await?;
         let step = ui.step(format!("building the image {}", self.name));
         let work = tempfile::tempdir_in(out)?;
-        let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
+        let sbom = sbom::write("container", self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
         strip(&binaries.join(self.program), &top.join("usr/local/bin").join(self.program)).await?;
         put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;

@@ -1,5 +1,5 @@
-//! SBOM of an image (CycloneDX): its Debian packages, and the crates linked into the program. It has no time and no
-//! serial number, so the same content gives the same document.
+//! SBOM (CycloneDX) of an image or a program: its Debian packages, and the crates linked into the program. It has no time
+//! and no serial number, so the same content gives the same document.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -9,8 +9,10 @@ use crate::cache::cargo;
 use crate::process::{command, run};
 use crate::run::repository;
 
+/// The SBOM of a `container` or an `application`.
 pub(crate) async fn write(
-    image: &str,
+    kind: &str,
+    name: &str,
     program: &str,
     version: &str,
     packages: &[Package],
@@ -21,7 +23,7 @@ pub(crate) async fn write(
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
-        "metadata": {"component": {"type": "container", "bom-ref": image, "name": image, "version": version}},
+        "metadata": {"component": {"type": kind, "bom-ref": name, "name": name, "version": version}},
         "components": components,
     });
     Ok(serde_json::to_vec_pretty(&document)?)

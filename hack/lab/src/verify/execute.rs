@@ -2,15 +2,15 @@
 
 use std::process::{ExitCode, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tokio::process::Command;
 
 use super::report::Outcome;
 use super::steps::{Step, Work};
-use crate::cache::cargo::tool;
+use crate::cache::cargo::{tool, tool_with};
 use crate::lab::Lab;
 use crate::process::run;
-use crate::run::repository;
+use crate::run::{repository, target_dir};
 use crate::sanity::{Tier, sanity};
 use crate::ui::Ui;
 use crate::verbs::{blackbox_tests, cargo, foreground};
@@ -32,6 +32,7 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
         Work::Machete => machete(ui).await,
         Work::Deny => deny(ui).await,
         Work::Spelling => spelling(ui).await,
+        Work::Book => book(ui).await,
         Work::Cargo { args, env } => {
             shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await
         }
@@ -80,6 +81,19 @@ async fn spelling(ui: &Ui) -> Result<Outcome> {
     // Rust 1.90 does not build 1.43.
     let folder = tool(ui, "typos-cli", "1.42.0").await?;
     captured(Command::new(folder.join("bin/typos")).current_dir(repository())).await
+}
+
+/// Builds the documentation as a book; a warning is a failure. Its server is left out of the tool.
+async fn book(ui: &Ui) -> Result<Outcome> {
+    let features = ["--no-default-features", "--features", "search"];
+    let folder = tool_with(ui, "mdbook", "0.5.4", &features).await?;
+    let out = target_dir()?.join("book");
+    let mut book = Command::new(folder.join("bin/mdbook"));
+    book.args(["build", "docs", "--dest-dir"]).arg(out).current_dir(repository()).stdin(Stdio::null());
+    let output = book.kill_on_drop(true).output().await.context("cannot run mdbook")?;
+    let log = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success() && !log.contains("WARN"), "mdbook: {}\n{log}", output.status);
+    Ok(Outcome::of(true))
 }
 
 /// Checks the dependencies. Advisories are left out: their database is online.

@@ -76,6 +76,8 @@ pub(super) enum Work {
     Deny,
     /// typos.
     Spelling,
+    /// mdBook.
+    Book,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
     /// The black-box tests whose names contain this text, in a lab; the duration of the soak test, if it is not the usual.
@@ -106,7 +108,7 @@ impl Work {
     /// Whether it leaves enough CPU time for other such steps beside it, and does not wait for the lock of cargo's target
     /// folder.
     fn is_light(&self) -> bool {
-        matches!(self, Self::Fmt | Self::Machete | Self::Deny | Self::Spelling)
+        matches!(self, Self::Fmt | Self::Machete | Self::Deny | Self::Spelling | Self::Book)
     }
 }
 
@@ -158,6 +160,7 @@ fn without_lab() -> Vec<Step> {
         step("machete", Set::All, "unused dependencies (cargo-machete)", Work::Machete),
         step("deny", Set::All, "licences and sources of dependencies (cargo-deny)", Work::Deny),
         step("spelling", Set::All, "spelling (typos)", Work::Spelling),
+        step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
         step("clippy", Set::Quick, "lints", cargo(&clippy)),
         step("doc", Set::Quick, "documentation", cargo(&["doc", "--workspace", "--no-deps"])),
         step("unit", Set::Quick, "unit tests", cargo(&UNIT_TESTS)),
@@ -295,6 +298,7 @@ mod tests {
                 "machete",
                 "deny",
                 "spelling",
+                "book",
                 "model",
                 "long-soak",
                 "upgrade",
@@ -336,7 +340,7 @@ mod tests {
     #[test]
     fn light_steps_run_side_by_side_and_others_alone() {
         let groups = groups(steps());
-        assert_eq!(names(&groups[0]), ["fmt", "machete", "deny", "spelling"]);
+        assert_eq!(names(&groups[0]), ["fmt", "machete", "deny", "spelling", "book"]);
         assert!(groups[1..].iter().all(|group| group.len() == 1));
         assert_eq!(groups.concat(), steps());
     }

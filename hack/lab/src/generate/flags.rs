@@ -1,0 +1,124 @@
+//! Page of the flags, from the help of each program.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, Result};
+use clap::CommandFactory;
+
+use super::Generated;
+use super::markdown::{page as new_page, paragraph};
+use crate::cli::Cli;
+use crate::process::{command, run};
+
+/// The programs of a release.
+const PROGRAMS: [&str; 6] =
+    ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra", "kubectl-nestor"];
+
+/// The help of a program or subcommand.
+struct Help {
+    words: Vec<String>,
+    text: String,
+}
+
+/// The page, from the programs in a folder.
+pub async fn page(binaries: &Path) -> Result<Generated> {
+    let mut text = new_page("Flags", "the help of the programs");
+    paragraph(
+        &mut text,
+        "What `--help` prints. [Components](components.md) explains rules that all programs share, such as environment variables \
+         and durations, and how components belong together.",
+    );
+    for program in PROGRAMS {
+        for help in of_program(&binaries.join(program), program).await? {
+            section(&mut text, &help);
+        }
+    }
+    for help in of_lab() {
+        section(&mut text, &help);
+    }
+    Ok(Generated::page("flags", text))
+}
+
+fn section(page: &mut String, help: &Help) {
+    let level = if help.words.len() == 1 { "##" } else { "###" };
+    page.push_str(&format!("\n{level} {}\n\n```text\n{}\n```\n", help.words.join(" "), help.text));
+}
+
+/// The help of a program and all of its subcommands.
+async fn of_program(path: &Path, program: &str) -> Result<Vec<Help>> {
+    let mut all = Vec::new();
+    let mut waiting = vec![vec![program.to_owned()]];
+    while let Some(words) = waiting.pop() {
+        let text = help(path, &words[1..]).await?;
+        let below = subcommands(&text).into_iter().rev();
+        waiting.extend(below.map(|name| [&words[..], &[name]].concat()));
+        all.push(Help { words, text });
+    }
+    Ok(all)
+}
+
+/// Runs a program for its help, without variables that would appear in it, and without a terminal, whose width matters.
+async fn help(program: &Path, words: &[String]) -> Result<String> {
+    let mut help = command(&program.display().to_string(), words);
+    help.arg("--help").env_clear().stdin(Stdio::null());
+    let text = run(&mut help).await.context("the programs must be built")?;
+    Ok(clean(&text))
+}
+
+/// The names of the subcommands in a help.
+fn subcommands(help: &str) -> Vec<String> {
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let listed = listed.take_while(|line| !line.is_empty());
+    let names = listed.filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' ')));
+    let names = names.filter_map(|line| line.split(' ').next().map(str::to_owned));
+    names.filter(|name| name != "help").collect()
+}
+
+/// Without blanks at the ends of lines, and without empty lines inside of and between options.
+fn clean(help: &str) -> String {
+    let mut lines: Vec<&str> = Vec::new();
+    for line in help.trim_end().lines().map(str::trim_end) {
+        if line.starts_with("  ") && lines.last() == Some(&"") {
+            lines.pop();
+        }
+        lines.push(line);
+    }
+    lines.join("\n")
+}
+
+/// The help of `cargo lab`.
+fn of_lab() -> Vec<Help> {
+    let mut lab = Cli::command().mut_args(|arg| arg.hide_env_values(true));
+    lab.build();
+    let own = Help { words: vec!["cargo lab".to_owned()], text: rendered(&lab) };
+    let below = lab.get_subcommands().filter(|command| command.get_name() != "help");
+    let below = below.map(|command| {
+        let words = vec!["cargo lab".to_owned(), command.get_name().to_owned()];
+        Help { words, text: rendered(command) }
+    });
+    [own].into_iter().chain(below).collect()
+}
+
+fn rendered(command: &clap::Command) -> String {
+    clean(&command.clone().term_width(100).render_long_help().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_lines_remain_between_sections_only() {
+        let help = "About.\n\nOptions:\n  -a\n          Text\n          \n          [env: A]\n\n  -b\n\nLogs:\n  -c\n";
+        let expected = "About.\n\nOptions:\n  -a\n          Text\n          [env: A]\n  -b\n\nLogs:\n  -c";
+        assert_eq!(clean(help), expected);
+    }
+
+    #[test]
+    fn subcommands_are_found_in_a_help() {
+        let help = "About.\n\nUsage: a\n\nCommands:\n  one-two  Text\n           more\n  help     Print\n\nOptions:\n  -h";
+        assert_eq!(subcommands(help), ["one-two"]);
+        assert!(subcommands("Options:\n  -h").is_empty());
+    }
+}

@@ -1,0 +1,129 @@
+//! Documentation: the commands of the pages work, and the page of the flags shows what the programs print.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, ensure};
+use tests::docs::{Block, Directive, Page, Terminal, pages};
+use tests::run;
+
+/// The pages whose commands are run.
+const RUN: [&str; 11] = [
+    "docs/tutorial.md",
+    "docs/guides/expansion.md",
+    "docs/guides/guest-deletion.md",
+    "docs/guides/quality-of-service.md",
+    "docs/guides/reclaim-policy.md",
+    "docs/guides/repair.md",
+    "docs/guides/restore-the-management-cluster.md",
+    "docs/guides/snapshots.md",
+    "docs/guides/static-volumes.md",
+    "docs/guides/troubleshooting.md",
+    "docs/guides/uninstall.md",
+];
+
+/// Pages with commands that are not run, and why.
+const NOT_RUN: [(&str, &str); 9] = [
+    ("README.md", "starts labs of its own"),
+    ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
+    ("docs/guides/certificates.md", "replaces credentials that other tests use"),
+    ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
+    ("docs/guides/legacy-driver.md", "shows flags, not commands"),
+    ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),
+    ("docs/guides/runbooks/alerts.md", "presupposes a fault and pods; the module alerts causes the faults"),
+    ("docs/guides/topology.md", "adds a pool in a zone; the module topology does that"),
+    ("docs/guides/upgrade.md", "presupposes two versions in pods"),
+];
+
+/// Reference pages describe commands; examples there are of a broken installation or of a release.
+const REFERENCE: &str = "docs/reference/";
+
+fn is_command(block: &Block) -> bool {
+    let is_hidden = matches!(block.directive, Some(Directive::Run | Directive::Cleanup));
+    !is_hidden && ["sh", "console"].contains(&block.language.as_str())
+}
+
+#[test]
+fn every_command_is_run_or_there_is_a_reason_why_not() -> Result<()> {
+    let reasons: BTreeMap<&str, &str> = NOT_RUN.into();
+    for page in pages()?.iter().filter(|page| !page.path.starts_with(REFERENCE)) {
+        let commands: Vec<&Block> = page.blocks.iter().filter(|block| is_command(block)).collect();
+        let is_run = RUN.contains(&page.path.as_str());
+        let known = is_run || commands.is_empty() || reasons.contains_key(page.path.as_str());
+        ensure!(known, "{} has commands: add it to RUN, or to NOT_RUN with a reason", page.path);
+        for block in commands {
+            let Some(Directive::NoRun(reason)) = &block.directive else { continue };
+            ensure!(!reason.is_empty(), "{}:{}: no reason", page.path, block.line);
+            println!("{}:{}: not run: {reason}", page.path, block.line);
+        }
+    }
+    for (path, _) in NOT_RUN {
+        let page = Page::read(path)?;
+        ensure!(page.blocks.iter().any(is_command), "{path} has no commands: remove it from NOT_RUN");
+    }
+    Ok(())
+}
+
+async fn works(page: &'static str) -> Result<()> {
+    assert!(RUN.contains(&page), "{page}");
+    run(move |s| async move {
+        let page = Page::read(page)?;
+        let expected = page.blocks.iter().filter(|block| is_command(block));
+        let expected = expected.filter(|block| !matches!(block.directive, Some(Directive::NoRun(_)))).count();
+        let ran = Terminal::open(&s)?.run(&page).await?;
+        ensure!(expected > 0 && ran >= expected, "{}: {ran} of {expected} blocks were run", page.path);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_tutorial_works() -> Result<()> {
+    works("docs/tutorial.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_expansion_works() -> Result<()> {
+    works("docs/guides/expansion.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_quality_of_service_works() -> Result<()> {
+    works("docs/guides/quality-of-service.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_reclaim_policy_works() -> Result<()> {
+    works("docs/guides/reclaim-policy.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_repair_works() -> Result<()> {
+    works("docs/guides/repair.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_snapshots_works() -> Result<()> {
+    works("docs/guides/snapshots.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_static_volumes_works() -> Result<()> {
+    works("docs/guides/static-volumes.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_troubleshooting_works() -> Result<()> {
+    works("docs/guides/troubleshooting.md").await
+}
+
+#[tokio::test]
+async fn the_commands_that_list_objects_work() -> Result<()> {
+    works("docs/guides/guest-deletion.md").await?;
+    works("docs/guides/restore-the-management-cluster.md").await?;
+    works("docs/guides/uninstall.md").await
+}
+
+#[tokio::test]
+async fn the_page_of_the_flags_is_what_the_programs_print() -> Result<()> {
+    run(|s| async move { lab::generate::flags(&s.lab.state().binaries).await?.check() }).await
+}

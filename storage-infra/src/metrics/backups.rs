@@ -40,6 +40,8 @@ impl BackupMetrics {
     /// Backups are scheduled.
     pub fn schedule(&self, interval: Duration) {
         set(&self.interval, interval.as_secs_f64());
+        set(&self.duration, 0.0);
+        set(&self.size, 0.0);
         // A counter without a sample would hide the first failure from alerts.
         drop(self.failures.get_or_create(&[]));
     }

@@ -40,6 +40,10 @@ impl BackupMetrics {
     /// Backups are scheduled.
     pub fn schedule(&self, interval: Duration) {
         set(&self.interval, interval.as_secs_f64());
+        set(&self.duration, 0.0);
+        set(&self.size, 0.0);
+        // If the directory does not answer, the time of the last backup stays unknown.
+        self.last_success(None);
         // A counter without a sample would hide the first failure from alerts.
         drop(self.failures.get_or_create(&[]));
     }

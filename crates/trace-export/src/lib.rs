@@ -17,10 +17,11 @@ use process_kit::telemetry::SpanExport;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tracing::Metadata;
 use tracing::level_filters::LevelFilter;
-use tracing_subscriber::Layer;
 use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::{Layer, Registry};
 
 use exporter::Exporter;
+use queue::Queue;
 use sampling::Sampling;
 
 /// Flags of the export of spans.
@@ -45,22 +46,8 @@ impl TraceArgs {
         let channel = self.endpoint(url).map_err(|problem| format!("--otlp-endpoint {url:?}: {problem}"))?;
         let resource = resource(service);
         let (queue, flush) = queue::start(Exporter::new(channel.connect_lazy(), url, &resource));
-        let provider = SdkTracerProvider::builder()
-            .with_sampler(Sampling::new(self.otlp_ratio))
-            .with_span_processor(queue)
-            .with_resource(resource)
-            .build();
-        // Without activation, a span starts with its first child or when its context is read, so that its parent can be set
-        // once the request was decoded.
-        let layer = tracing_opentelemetry::layer()
-            .with_tracer(provider.tracer("nestor"))
-            .with_context_activation(false)
-            .with_tracked_inactivity(false)
-            .with_location(false)
-            .with_threads(false)
-            .with_target(false);
-        let filter = filter_fn(is_exported).with_max_level_hint(LevelFilter::ERROR);
-        Ok(Some(SpanExport { layer: layer.with_filter(filter).boxed(), flush: Box::pin(flush) }))
+        let layer = layer(queue, self.otlp_ratio, resource);
+        Ok(Some(SpanExport { layer, flush: Box::pin(flush) }))
     }
 
     fn endpoint(&self, url: &str) -> Result<Endpoint, String> {
@@ -77,6 +64,26 @@ impl TraceArgs {
             _ => Err("must start with http:// or https://".to_owned()),
         }
     }
+}
+
+/// The layer that turns spans of the logs into exported ones.
+fn layer(queue: Queue, ratio: f64, resource: Resource) -> Box<dyn Layer<Registry> + Send + Sync> {
+    let provider = SdkTracerProvider::builder()
+        .with_sampler(Sampling::new(ratio))
+        .with_span_processor(queue)
+        .with_resource(resource)
+        .build();
+    // Without activation, a span starts with its first child or when its context is read, so that its parent can be set
+    // once the request was decoded.
+    let layer = tracing_opentelemetry::layer()
+        .with_tracer(provider.tracer("nestor"))
+        .with_context_activation(false)
+        .with_tracked_inactivity(false)
+        .with_location(false)
+        .with_threads(false)
+        .with_target(false);
+    let filter = filter_fn(is_exported).with_max_level_hint(LevelFilter::ERROR);
+    layer.with_filter(filter).boxed()
 }
 
 fn fraction(text: &str) -> Result<f64, String> {
@@ -103,9 +110,49 @@ fn is_exported(metadata: &Metadata<'_>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Mutex};
+
     use clap::Parser;
+    use opentelemetry_sdk::trace::SpanData;
+    use process_kit::operation::{self, OperationId};
+    use tracing_subscriber::layer::SubscriberExt;
 
     use super::*;
+
+    #[derive(Clone, Default)]
+    struct Exported(Arc<Mutex<Vec<SpanData>>>);
+
+    impl queue::Export for Exported {
+        async fn export(&mut self, batch: Vec<SpanData>) {
+            self.0.lock().unwrap().extend(batch);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_continues_a_trace_after_it_was_entered_and_its_requests_are_its_children() {
+        let exported = Exported::default();
+        let (queue, flush) = queue::start(exported.clone());
+        let layer = layer(queue, 0.0, resource("test"));
+        let _default = tracing::subscriber::set_default(tracing_subscriber::registry().with(layer));
+        let span = tracing::error_span!("csi", method = "CreateVolume", trace_id = tracing::field::Empty);
+        let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        let work = async {
+            tokio::task::yield_now().await;
+            operation::continue_trace(Some("malformed"));
+            operation::continue_trace(Some(parent));
+            drop(tracing::error_span!("infra_request", call = "PUT /v1/volumes/v-1"));
+            operation::continue_trace(Some(&parent.replace('a', "b")));
+            operation::trace_parent().map(|context| context.trace_id())
+        };
+        let id = operation::run(OperationId::random(), span, work).await;
+        flush.await;
+        assert_eq!(id.as_deref(), Some("0af7651916cd43dd8448eb211c80319c"));
+        let spans = exported.0.lock().unwrap().clone();
+        let [request, call] = &spans[..] else { panic!("{spans:?}") };
+        assert_eq!(call.parent_span_id.to_string(), "b7ad6b7169203331");
+        assert_eq!(request.parent_span_id, call.span_context.span_id());
+        assert_eq!((&*call.name, &*request.name), ("CreateVolume", "PUT /v1/volumes/{id}"));
+    }
 
     #[derive(Debug, Parser)]
     struct Cli {

@@ -17,6 +17,9 @@ const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
+/// The module that packs a release twice, which takes minutes.
+const RELEASE: &str = "release";
+
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Step {
@@ -107,7 +110,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     }
     steps.extend(capabilities.iter().map(|module| {
         let description = format!("black-box tests in tests/tests/{module}.rs");
-        step(module, Set::Normal, &description, blackbox(format!("{module}::"), None))
+        let set = if module == RELEASE { Set::All } else { Set::Normal };
+        step(module, set, &description, blackbox(format!("{module}::"), None))
     }));
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
     let description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
@@ -250,6 +254,14 @@ mod tests {
         assert!(normal.iter().all(|name| all.contains(name) || name == "soak"));
         let of_all: Vec<&String> = all.iter().filter(|name| !normal.contains(name)).collect();
         assert_eq!(of_all, ["machete", "deny", "spelling", "book", "model", "long-soak"]);
+    }
+
+    #[test]
+    fn a_release_is_packed_only_in_the_largest_set() {
+        let steps = all(&["attach", RELEASE].map(str::to_owned));
+        let normal = select(steps.clone(), Choice::Set(Set::Normal)).unwrap();
+        assert!(!names(&normal).contains(&RELEASE));
+        assert!(names(&select(steps, Choice::Set(Set::All)).unwrap()).contains(&RELEASE));
     }
 
     #[test]

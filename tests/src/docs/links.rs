@@ -39,10 +39,7 @@ fn problem(page: &Page, target: &str, files: &BTreeSet<String>, pages: &[Page]) 
         return Some(format!("{target}: no such file"));
     }
     let lacks = |page: &Page| !page.anchors.contains(anchor);
-    let leads_nowhere = match pages.iter().find(|page| page.path == path) {
-        Some(page) => lacks(page),
-        None => true,
-    };
+    let leads_nowhere = pages.iter().find(|page| page.path == path).is_none_or(lacks);
     (!anchor.is_empty() && leads_nowhere).then(|| format!("{target}: no such anchor"))
 }
 

@@ -28,6 +28,9 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
+/// The module that packs a release twice, which takes minutes.
+const RELEASE: &str = "release";
+
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Step {
@@ -134,7 +137,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
     let own_lab = |module: &str| DEPLOYED.contains(&module) || module == KUBERNETES;
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
-        step(module, Set::Normal, &description(module), blackbox(format!("{module}::"), None))
+        let set = if module == RELEASE { Set::All } else { Set::Normal };
+        step(module, set, &description(module), blackbox(format!("{module}::"), None))
     }));
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
     let long_soak_description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
@@ -307,6 +311,14 @@ mod tests {
                 "kubernetes-1.37",
             ]
         );
+    }
+
+    #[test]
+    fn a_release_is_packed_only_in_the_largest_set() {
+        let steps = all(&["attach", RELEASE].map(str::to_owned));
+        let normal = select(steps.clone(), Choice::Set(Set::Normal)).unwrap();
+        assert!(!names(&normal).contains(&RELEASE));
+        assert!(names(&select(steps, Choice::Set(Set::All)).unwrap()).contains(&RELEASE));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
-use crate::catalog::{Catalog, CatalogError, Tx};
+use crate::catalog::{Catalog, CatalogError};
 
 /// The server accepts requests.
 pub fn ready(status: &str) {
@@ -62,9 +62,10 @@ async fn with_warning<T>(period: Duration, answer: impl Future<Output = T>) -> T
 
 /// Whether the threads of the catalog work: reads succeed, and writes are answered. A failed write is an answer: a restart
 /// would not free space on a full disk.
+#[expect(clippy::redundant_closure_for_method_calls, reason = "the method takes one lifetime, the closure all")]
 async fn answers(catalog: &Catalog) -> Result<(), CatalogError> {
-    catalog.read(Tx::revision).await?;
-    match catalog.run(Tx::revision).await {
+    catalog.read(|tx| tx.revision()).await?;
+    match catalog.run(|tx| tx.revision()).await {
         Err(error @ CatalogError::Unusable(_)) => Err(error),
         _ => Ok(()),
     }

@@ -84,7 +84,6 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
                 ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
                 ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
                 ("hypervisor", format!("{SIMULATED}=simulated:{}", infra.simulated_root.display())),
-                ("backup-dir", dir.join("backups").display().to_string()),
                 ("http-listen", format!("127.0.0.1:{}", free[1])),
             ],
         )
@@ -93,7 +92,8 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     );
     let component = Component {
         argv: words,
-        env: BTreeMap::new(),
+        // As a variable, which an earlier version without backups ignores.
+        env: [("NESTOR_BACKUP_DIR".to_owned(), dir.join("backups").display().to_string())].into(),
         ready: Ready::http(free[1], "/readyz"),
         http: Some(format!("http://127.0.0.1:{}", free[1])),
         grace: 15,

@@ -62,7 +62,10 @@ async fn with_warning<T>(period: Duration, answer: impl Future<Output = T>) -> T
 
 /// Whether the threads of the catalog work: reads succeed, and writes are answered. A failed write is an answer: a restart
 /// would not free space on a full disk.
-#[expect(clippy::redundant_closure_for_method_calls, reason = "the method takes one lifetime, the closure all")]
+#[expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "the method takes one lifetime, the closure all"
+)]
 async fn answers(catalog: &Catalog) -> Result<(), CatalogError> {
     catalog.read(|tx| tx.revision()).await?;
     match catalog.run(|tx| tx.revision()).await {

@@ -193,9 +193,10 @@ fn every_chart_value_in_a_page_exists() -> Result<()> {
 /// Paths of all fields of a document.
 fn leaves(value: &Value, path: &[String]) -> Vec<Vec<String>> {
     match value.as_object() {
-        Some(fields) if !fields.is_empty() => {
-            fields.iter().flat_map(|(name, value)| leaves(value, &[path, &[name.clone()]].concat())).collect()
-        }
+        Some(fields) if !fields.is_empty() => fields
+            .iter()
+            .flat_map(|(name, value)| leaves(value, &[path, std::slice::from_ref(name)].concat()))
+            .collect(),
         _ => vec![path.to_owned()],
     }
 }

@@ -108,7 +108,7 @@ impl Reader {
         if let Some(text) = trimmed.strip_prefix('#') {
             self.comment.push_str(text);
             self.comment.push('\n');
-        } else if !self.free_form.is_some_and(|above| depth > above) {
+        } else if self.free_form.is_none_or(|above| depth <= above) {
             self.free_form = None;
             match trimmed.split_once(':') {
                 Some((name, value)) => self.add(depth, name, value.trim()),

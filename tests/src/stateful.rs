@@ -16,8 +16,9 @@ const ACKNOWLEDGED: &str = "/var/lib/nestor-test";
 
 impl PodScenario {
     /// Creates a StatefulSet with one pod, `<name>-0`, which appends numbered records to a file on the volume. Each record
-    /// is synced to the disk before its number is stored on the VM as acknowledged. The pod is ready after a few records.
-    pub async fn run_record_writer(&self, name: &str, volume: &Volume) -> Result<()> {
+    /// is synced to the disk before its number is stored on the VM as acknowledged. The pod is ready after a few records. It
+    /// waits for some seconds after each record: without a pause, it takes all of an emulated CPU.
+    pub async fn run_record_writer(&self, name: &str, volume: &Volume, pause: u32) -> Result<()> {
         let script = "set -eu
             cd /data; touch records
             n=$(wc -l < records)
@@ -31,6 +32,7 @@ impl PodScenario {
                 # Overwrite in place: a truncated file can be empty if the VM dies in between.
                 echo $n | dd of=/acknowledged/$HANDLE conv=notrunc,fsync 2>/dev/null
                 [ $i -ne 5 ] || touch /tmp/ready
+                [ $PAUSE -eq 0 ] || sleep $PAUSE
             done";
         let set: StatefulSet = serde_json::from_value(json!({
             "metadata": {"name": name},
@@ -43,7 +45,10 @@ impl PodScenario {
                         "terminationGracePeriodSeconds": 1,
                         "containers": [{
                             "name": "script", "image": IMAGE, "imagePullPolicy": "Never", "command": ["sh", "-c", script],
-                            "env": [{"name": "HANDLE", "value": volume.handle}],
+                            "env": [
+                                {"name": "HANDLE", "value": volume.handle},
+                                {"name": "PAUSE", "value": pause.to_string()},
+                            ],
                             "readinessProbe": {"exec": {"command": ["sh", "-c", "test -e /tmp/ready"]}, "periodSeconds": 1},
                             "volumeMounts": [
                                 {"name": "data", "mountPath": "/data"},

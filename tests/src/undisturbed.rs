@@ -31,7 +31,7 @@ struct Container {
 impl<'a> Undisturbed<'a> {
     /// Starts the pod, and waits until it writes.
     pub async fn start(pods: &'a PodScenario, volume: Volume) -> Result<Self> {
-        pods.run_record_writer(SET, &volume).await?;
+        pods.run_record_writer(SET, &volume, 1).await?;
         let node = pods.ready_on(SET, None).await?;
         let container = container(pods).await?;
         Ok(Self { pods, volume, node, container })

@@ -304,7 +304,7 @@ struct RecordWriterPod {
 
 async fn start_record_writer(pods: &PodScenario) -> Result<RecordWriterPod> {
     let volume = pods.claim("data", &filesystem("ext4")).await?;
-    pods.run_record_writer("web", &volume).await?;
+    pods.run_record_writer("web", &volume, 0).await?;
     let lost = pods.ready_on("web", None).await?;
     let other = if lost == pods.first_node { pods.second_node.clone() } else { pods.first_node.clone() };
     Ok(RecordWriterPod { volume, lost, other })

@@ -22,7 +22,7 @@ const RUN: [&str; 11] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 9] = [
+const NOT_RUN: [(&str, &str); 10] = [
     ("README.md", "starts labs of its own"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
@@ -31,7 +31,8 @@ const NOT_RUN: [(&str, &str); 9] = [
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),
     ("docs/guides/runbooks/alerts.md", "presupposes a fault and pods; the module alerts causes the faults"),
     ("docs/guides/topology.md", "adds a pool in a zone; the module topology does that"),
-    ("docs/guides/upgrade.md", "presupposes two versions in pods"),
+    ("docs/guides/tracing.md", "presupposes a collector; the module otel starts one"),
+    ("docs/guides/upgrade.md", "presupposes two versions in pods; the module upgrade has them"),
 ];
 
 /// Reference pages describe commands; examples there are of a broken installation or of a release.

@@ -26,7 +26,7 @@ const OTHERS: [(&str, &str); 9] = [
         "etcd, etcdutl and kube-apiserver",
         "--bump-revision --event-ttl --mark-compacted --watch-progress-notify-interval",
     ),
-    ("virsh", "--state-paused"),
+    ("virsh", "--state-paused --with-managed-save"),
     ("umount", "--lazy --force"),
     ("dpkg-query", "--show"),
     ("sha256sum", "--check"),

@@ -1,6 +1,8 @@
 //! Traces: the spans of all programs about one operation are one trace; without a collector, and without tracing, nothing
 //! changes. The tests run one at a time, because they restart the lab's programs.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 use crds::names;
 use kube::ResourceExt;
@@ -21,118 +23,100 @@ const RECONCILE: (&str, &str) = (MGMT, "reconcile volume-attachments");
 
 #[tokio::test]
 async fn the_spans_of_each_operation_are_one_trace_through_all_programs() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
-        let collector = Collector::start().await?;
-        let endpoint = collector.endpoint();
-        with_traces(&s, &endpoint, |s| async move {
-            let (node, handle) = (s.node().await?, s.volume().await?);
-            let create = trace_of_claim(&s, &handle).await?;
-            let put = "PUT /v1/volumes/{id}";
-            let chain = [(GC, "CreateVolume"), (MGMT, "CreateVolume"), (MGMT, put), (INFRA, put)];
-            let root = collector.has_chain(&create, &chain).await?;
-            assert!(!root.has_failed && root.attributes.contains_key("nestor.request_id"), "{root:?}");
+    traced(|s, collector| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let create = trace_of_claim(&s, &handle).await?;
+        let put = "PUT /v1/volumes/{id}";
+        let chain = [(GC, "CreateVolume"), (MGMT, "CreateVolume"), (MGMT, put), (INFRA, put)];
+        let root = collector.has_chain(&create, &chain).await?;
+        assert!(!root.has_failed && root.attributes.contains_key("nestor.request_id"), "{root:?}");
 
-            s.driver.expand(&handle, 8 * MIB).await?;
-            let expand = trace_of_claim(&s, &handle).await?;
-            let (call, put) = ("ControllerExpandVolume", "PUT /v1/volumes/{id}/size");
-            collector.has_chain(&expand, &[(GC, call), (MGMT, call), (MGMT, put), (INFRA, put)]).await?;
+        s.driver.expand(&handle, 8 * MIB).await?;
+        let expand = trace_of_claim(&s, &handle).await?;
+        let (call, put) = ("ControllerExpandVolume", "PUT /v1/volumes/{id}/size");
+        collector.has_chain(&expand, &[(GC, call), (MGMT, call), (MGMT, put), (INFRA, put)]).await?;
 
-            s.driver.publish(&handle, &node.name).await?;
-            let attach = trace_of_entry(&s, &node.name, &handle).await?;
-            let (call, put) = ((GC, "ControllerPublishVolume"), "PUT /v1/attachments/{id}");
-            let chain = [call, (SHIM, "create attachment"), RECONCILE, (MGMT, put), (INFRA, put)];
-            let root = collector.has_chain(&attach, &chain).await?;
-            assert_eq!(root.attributes["nestor.volume"], handle);
-            assert_eq!(root.attributes["nestor.node"], node.name);
+        s.driver.publish(&handle, &node.name).await?;
+        let attach = trace_of_entry(&s, &node.name, &handle).await?;
+        let (call, put) = ((GC, "ControllerPublishVolume"), "PUT /v1/attachments/{id}");
+        let chain = [call, (SHIM, "create attachment"), RECONCILE, (MGMT, put), (INFRA, put)];
+        let root = collector.has_chain(&attach, &chain).await?;
+        assert_eq!(root.attributes["nestor.volume"], handle);
+        assert_eq!(root.attributes["nestor.node"], node.name);
 
-            s.driver.unpublish(&handle, &node.name).await?;
-            let detach = trace_of_entry(&s, &node.name, &handle).await?;
-            let (call, delete) = ((GC, "ControllerUnpublishVolume"), "DELETE /v1/attachments/{id}");
-            collector.has_chain(&detach, &[call, (SHIM, "delete attachment")]).await?;
-            collector.has_chain(&detach, &[call, RECONCILE, (MGMT, delete), (INFRA, delete)]).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        let detach = trace_of_entry(&s, &node.name, &handle).await?;
+        let (call, delete) = ((GC, "ControllerUnpublishVolume"), "DELETE /v1/attachments/{id}");
+        collector.has_chain(&detach, &[call, (SHIM, "delete attachment")]).await?;
+        collector.has_chain(&detach, &[call, RECONCILE, (MGMT, delete), (INFRA, delete)]).await?;
 
-            s.driver.publish("no-such-claim", &node.name).await.unwrap_err();
-            failed_call_is_marked(&collector).await?;
-            s.driver.delete(&handle).await?;
-            collector.stop().await
-        })
-        .await
+        s.driver.publish("no-such-claim", &node.name).await.unwrap_err();
+        failed_call_is_marked(&collector).await?;
+        s.driver.delete(&handle).await?;
+        collector.stop().await
     })
     .await
 }
 
 #[tokio::test]
 async fn a_traced_attach_has_as_many_requests_as_another_and_leaves_one_annotation() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
-        let collector = Collector::start().await?;
-        let endpoint = collector.endpoint();
-        with_traces(&s, &endpoint, |s| async move {
-            let (node, first, second) = (s.node().await?, s.volume().await?, s.volume().await?);
-            s.driver.publish(&first, &node.name).await?;
-            s.driver.unpublish(&first, &node.name).await?;
-            s.no_attachments(&node).await?;
-            requests_since(&s, s.lab.audit()?.mark()?).await?;
+    traced(|s, collector| async move {
+        let (node, first, second) = (s.node().await?, s.volume().await?, s.volume().await?);
+        s.driver.publish(&first, &node.name).await?;
+        s.driver.unpublish(&first, &node.name).await?;
+        s.no_attachments(&node).await?;
+        requests_since(&s, s.lab.audit()?.mark()?).await?;
 
-            let mark = s.lab.audit()?.mark()?;
-            s.driver.publish(&second, &node.name).await?;
-            let writes = count_by_kind(&requests_since(&s, mark).await?, Entry::is_write);
-            let expected = [
-                "gc-csi patch virtualmachines",
-                "mgmt-csi patch volumeattachments/status",
-                "vm-operator-shim create volumeattachments",
-                "vm-operator-shim patch virtualmachines/status",
-            ];
-            assert_eq!(writes, expected.map(|line| (line.to_owned(), 1)).into());
-            let left = s.vms().get(&node.name).await?.annotations().clone();
-            let mut left = left.into_keys().filter(|key| key.starts_with(names::ANNOTATION_TRACE_PREFIX));
-            assert_eq!(left.next(), Some(names::trace_annotation(&second)));
-            assert_eq!(left.next(), None, "the detached disk has no annotation any more");
+        let mark = s.lab.audit()?.mark()?;
+        s.driver.publish(&second, &node.name).await?;
+        let writes = count_by_kind(&requests_since(&s, mark).await?, Entry::is_write);
+        let expected = [
+            "gc-csi patch virtualmachines",
+            "mgmt-csi patch volumeattachments/status",
+            "vm-operator-shim create volumeattachments",
+            "vm-operator-shim patch virtualmachines/status",
+        ];
+        assert_eq!(writes, expected.map(|line| (line.to_owned(), 1)).into());
+        let left = s.vms().get(&node.name).await?.annotations().clone();
+        let mut left = left.into_keys().filter(|key| key.starts_with(names::ANNOTATION_TRACE_PREFIX));
+        assert_eq!(left.next(), Some(names::trace_annotation(&second)));
+        assert_eq!(left.next(), None, "the detached disk has no annotation any more");
 
-            let mark = s.lab.audit()?.mark()?;
-            s.driver.unpublish(&second, &node.name).await?;
-            let writes = count_by_kind(&requests_since(&s, mark).await?, Entry::is_write);
-            assert_eq!(writes.values().sum::<usize>(), 4, "{writes:?}");
-            collector.stop().await
-        })
-        .await
+        let mark = s.lab.audit()?.mark()?;
+        s.driver.unpublish(&second, &node.name).await?;
+        let writes = count_by_kind(&requests_since(&s, mark).await?, Entry::is_write);
+        assert_eq!(writes.values().sum::<usize>(), 4, "{writes:?}");
+        collector.stop().await
     })
     .await
 }
 
 #[tokio::test]
 async fn malformed_contexts_are_ignored() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
-        let collector = Collector::start().await?;
-        let endpoint = collector.endpoint();
-        with_traces(&s, &endpoint, |s| async move {
-            let (node, handle) = (s.node().await?, s.volume().await?);
-            let bad = "00-zz\n".repeat(1000);
-            let patch = |key: &str| Patch::Merge(json!({"metadata": {"annotations": {key: bad}}}));
-            let params = PatchParams::default();
-            s.claims().patch(&handle, &params, &patch(names::ANNOTATION_TRACEPARENT)).await?;
-            s.vms().patch(&node.name, &params, &patch(&names::trace_annotation(&handle))).await?;
-            // An entry of another client, which does not know these annotations.
-            let entry = json!({"name": handle, "persistentVolumeClaim": {"claimName": handle}});
-            s.add_entry(&node.name, entry).await?;
-            eventually("the disk is attached", PATIENCE, || async {
-                let disk = s.disk(&node.name, &handle).await?;
-                Ok(if disk.as_ref().is_some_and(|disk| disk.attached) {
-                    Ok(())
-                } else {
-                    Err(format!("{disk:?}"))
-                })
+    traced(|s, collector| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let bad = "00-zz\n".repeat(1000);
+        let patch = |key: &str| Patch::Merge(json!({"metadata": {"annotations": {key: bad}}}));
+        let params = PatchParams::default();
+        s.claims().patch(&handle, &params, &patch(names::ANNOTATION_TRACEPARENT)).await?;
+        s.vms().patch(&node.name, &params, &patch(&names::trace_annotation(&handle))).await?;
+        // An entry of another client, which does not know these annotations.
+        let entry = json!({"name": handle, "persistentVolumeClaim": {"claimName": handle}});
+        s.add_entry(&node.name, entry).await?;
+        eventually("the disk is attached", PATIENCE, || async {
+            let disk = s.disk(&node.name, &handle).await?;
+            Ok(if disk.as_ref().is_some_and(|disk| disk.attached) {
+                Ok(())
+            } else {
+                Err(format!("{disk:?}"))
             })
-            .await?;
-            let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-            assert!(!attachment.annotations().contains_key(names::ANNOTATION_TRACEPARENT));
-            s.driver.unpublish(&handle, &node.name).await?;
-            s.driver.expand(&handle, 8 * MIB).await?;
-            collector.stop().await
         })
-        .await
+        .await?;
+        let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        assert!(!attachment.annotations().contains_key(names::ANNOTATION_TRACEPARENT));
+        s.driver.unpublish(&handle, &node.name).await?;
+        s.driver.expand(&handle, 8 * MIB).await?;
+        collector.stop().await
     })
     .await
 }
@@ -178,6 +162,21 @@ async fn without_tracing_no_object_has_a_trace_context() -> Result<()> {
         }
         s.driver.unpublish(&handle, &node.name).await?;
         Ok(())
+    })
+    .await
+}
+
+/// Runs a test while the programs export their spans to a collector.
+async fn traced<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>, Collector) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let _alone = alone().await;
+    run(|s| async move {
+        let collector = Collector::start().await?;
+        let endpoint = collector.endpoint();
+        with_traces(&s, &endpoint, |s| body(s, collector)).await
     })
     .await
 }

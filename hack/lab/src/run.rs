@@ -158,12 +158,10 @@ impl Run {
 
     async fn wait_ready(&self, name: &str, component: &Component, deadline: Instant) -> Result<Outcome> {
         let pid_file = self.pid_file(name);
-        let process = until(PATIENCE, || Process::from_pid_file(&pid_file))
-            .await
-            .with_context(|| {
-                let recorded = fs::read_to_string(&pid_file);
-                self.explain(name, &format!("it did not start within {PATIENCE:?}; PID file: {recorded:?}"))
-            })?;
+        let process = until(PATIENCE, || Process::from_pid_file(&pid_file)).await.with_context(|| {
+            let recorded = fs::read_to_string(&pid_file);
+            self.explain(name, &format!("it did not start within {PATIENCE:?}; PID file: {recorded:?}"))
+        })?;
         loop {
             let reason = match component.ready.check().await {
                 Ok(()) => return Ok(Outcome::Ready),

@@ -2,13 +2,17 @@
 //! volumes carry. All endpoints share one Node service and one set of volume locks.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use csi::metrics::CallMetrics;
 use csi::registration::{Registration, RegistrationServer};
-use csi::server::{self, Endpoint};
-use kube_kit::health::Health;
+use csi::server::{self, Endpoint, ServeError};
+use kube_kit::health::{Check, Health};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
+
+/// Time from a refused registration to the next.
+const RETRY: Duration = Duration::from_secs(5);
 
 /// CSI endpoint of one driver name.
 #[derive(Debug, Clone)]
@@ -65,12 +69,30 @@ impl DriverEndpoint {
             let Some(endpoint) = &self.registration else { return Ok(()) };
             let name = format!("registration of {}", self.driver);
             let accepted = ready.check(name, "kubelet has not registered the driver yet");
-            let kubelet_endpoint = self.kubelet_endpoint.display().to_string();
-            let registration = Registration::new(self.driver.as_str(), kubelet_endpoint, accepted);
-            let routes = Routes::new(RegistrationServer::new(registration));
-            server::serve(endpoint, routes, calls, stop.clone()).await
+            self.register(endpoint, &accepted, &calls, &stop).await
         };
         tokio::try_join!(serve_csi, serve_registration)?;
+        Ok(())
+    }
+
+    /// Serves the registration socket until `stop`. Makes a new one after kubelet has refused the driver, for example because
+    /// its Node did not exist yet: kubelet does not ask again at the same socket.
+    async fn register(
+        &self,
+        endpoint: &Endpoint,
+        accepted: &Check,
+        calls: &CallMetrics,
+        stop: &CancellationToken,
+    ) -> Result<(), ServeError> {
+        let kubelet_endpoint = self.kubelet_endpoint.display().to_string();
+        while !stop.is_cancelled() {
+            let end = stop.child_token();
+            let registration =
+                Registration::new(&*self.driver, kubelet_endpoint.clone(), accepted.clone(), end.clone());
+            let routes = Routes::new(RegistrationServer::new(registration));
+            server::serve(endpoint, routes, calls.clone(), end).await?;
+            let _ = tokio::time::timeout(RETRY, stop.cancelled()).await;
+        }
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! Plugin registration with kubelet, for nodes without a node-driver-registrar sidecar.
 
 use kube_kit::health::Check;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 /// Messages of kubelet's plugin registration.
@@ -17,13 +18,19 @@ pub struct Registration {
     driver: String,
     endpoint: String,
     accepted: Check,
+    refused: CancellationToken,
 }
 
 impl Registration {
     /// Creates the service. `endpoint` is the host path of the driver's socket; `accepted` passes when kubelet has registered the
-    /// driver.
-    pub fn new(driver: impl Into<String>, endpoint: String, accepted: Check) -> Self {
-        Self { driver: driver.into(), endpoint, accepted }
+    /// driver. `refused` is cancelled when kubelet has refused it: kubelet asks again only when the socket is new.
+    pub fn new(
+        driver: impl Into<String>,
+        endpoint: String,
+        accepted: Check,
+        refused: CancellationToken,
+    ) -> Self {
+        Self { driver: driver.into(), endpoint, accepted, refused }
     }
 }
 
@@ -53,7 +60,30 @@ impl proto::registration_server::Registration for Registration {
                 "kubelet refused the registration of the driver"
             );
             self.accepted.fail(format!("kubelet refused the registration: {}", status.error));
+            self.refused.cancel();
         }
         Ok(Response::new(proto::RegistrationStatusResponse {}))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube_kit::health::Health;
+
+    use super::proto::registration_server::Registration as _;
+    use super::*;
+
+    #[tokio::test]
+    async fn a_refused_registration_ends_and_an_accepted_one_is_ready() {
+        for accepts in [true, false] {
+            let (health, refused) = (Health::default(), CancellationToken::new());
+            let check = health.check("registration", "not yet");
+            let registration = Registration::new("driver", "/csi.sock".to_owned(), check, refused.clone());
+            let status =
+                proto::RegistrationStatus { plugin_registered: accepts, error: "no Node".to_owned() };
+            registration.notify_registration_status(Request::new(status)).await.unwrap();
+            assert_eq!(refused.is_cancelled(), !accepts);
+            assert_eq!(health.failing().is_empty(), accepts);
+        }
     }
 }

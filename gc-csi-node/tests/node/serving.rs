@@ -27,11 +27,22 @@ async fn the_driver_is_ready_when_kubelet_has_registered_it() {
     assert_eq!((info.r#type.as_str(), info.name.as_str()), ("CSIPlugin", "guest.csi.nestor.dev"));
     assert_eq!(info.endpoint, node.socket().display().to_string());
     assert_eq!(node.get("/readyz").0, 503);
-    for (plugin_registered, status) in [(false, 503), (true, 200)] {
-        let notice = RegistrationStatus { plugin_registered, error: "a reason".to_owned() };
-        kubelet.notify_registration_status(notice).await.unwrap();
-        assert_eq!(node.get("/readyz").0, status);
-    }
+    let made = || std::fs::metadata(node.registration_socket()).and_then(|socket| socket.modified()).ok();
+    let refused_at = made();
+    let notice = RegistrationStatus { plugin_registered: false, error: "a reason".to_owned() };
+    kubelet.notify_registration_status(notice).await.unwrap();
+    assert_eq!(node.get("/readyz").0, 503);
+    // kubelet asks again only at a new socket.
+    let renewed = async {
+        while made().is_none() || made() == refused_at {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), renewed).await.unwrap();
+    let channel = csi::client::connect(&node.registration_socket()).await.unwrap();
+    let notice = RegistrationStatus { plugin_registered: true, error: String::new() };
+    RegistrationClient::new(channel).notify_registration_status(notice).await.unwrap();
+    assert_eq!(node.get("/readyz").0, 200);
 
     // /healthz does not depend on kubelet; it succeeds after the first self-check.
     let alive = async {

@@ -172,9 +172,12 @@ pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
 /// Annotation on a `VirtualMachine`: the `resourceVersion` at which gc-csi wrote it. gc-csi updates it whenever an attach
 /// finds its entry in `spec.volumes`, so that a removal decided on earlier fails with a conflict.
 pub const ANNOTATION_VOLUMES_CONFIRMED: &str = "nestor.dev/volumes-confirmed";
-/// Annotation on a management claim or `VolumeAttachment`: trace context (W3C `traceparent`) of the operation that last wrote
-/// it. Only while spans are exported. Untrusted: only the place of spans in a trace depends on it.
+/// Annotation on a management claim, VolumeSnapshot or `VolumeAttachment`: trace context (W3C `traceparent`) of the operation
+/// that last wrote it. Only while spans are exported. Untrusted: only the place of spans in a trace depends on it.
 pub const ANNOTATION_TRACEPARENT: &str = "nestor.dev/traceparent";
+/// Annotation on a management claim or VolumeSnapshot that is about to be deleted: trace context of its deletion. Written by
+/// gc-csi immediately before a deletion that is traced.
+pub const ANNOTATION_DELETION_TRACEPARENT: &str = "nestor.dev/deletion-traceparent";
 /// Prefix of the annotation on a `VirtualMachine` with the trace context of the last change of an entry of `spec.volumes`:
 /// `trace.nestor.dev/<entry>`. Written and removed by gc-csi.
 pub const ANNOTATION_TRACE_PREFIX: &str = "trace.nestor.dev/";

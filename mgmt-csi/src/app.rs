@@ -31,6 +31,7 @@ use crate::cluster::Cluster;
 use crate::controller::Controller;
 use crate::infra::{Rest, StorageInfra, monitor, subscribe};
 use crate::repair::{self, Repair};
+use crate::traces::Traces;
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
@@ -74,7 +75,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let claims = ClaimController::new(&mut registry, &cluster);
     let capacity = Capacity::default();
     let caches = (cluster.claims(), cluster.volumes());
-    let cluster = claims.watch(attach.watch(cluster));
+    let traces = Traces::new(&client);
+    let cluster = traces.watch(claims.watch(attach.watch(cluster)));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("start-up", "not complete yet");
@@ -86,7 +88,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone(), ready.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
-    let controller = Controller::new(infra.clone(), client.clone(), caches.clone());
+    let controller = Controller::new(infra.clone(), client.clone(), caches.clone(), traces);
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();

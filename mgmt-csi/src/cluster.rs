@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crds::names::{
-    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES,
-    ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, MANAGEMENT_DRIVER,
+    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_RECLAIM_POLICY,
+    ANNOTATION_REQUESTED_ZONES, ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, MANAGEMENT_DRIVER,
 };
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -164,6 +164,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
             ANNOTATION_REQUESTED_ZONES,
             ANNOTATION_ACCESSIBLE_ZONES,
             ANNOTATION_TRACEPARENT,
+            ANNOTATION_DELETION_TRACEPARENT,
         ];
         all.retain(|key, _| read.contains(&key.as_str()));
         all

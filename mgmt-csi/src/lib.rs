@@ -10,4 +10,5 @@ pub mod controller;
 mod event_reason;
 pub mod infra;
 pub mod repair;
+pub mod traces;
 pub mod volume_attachment;

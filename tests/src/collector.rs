@@ -87,6 +87,23 @@ impl Collector {
         .await
     }
 
+    /// Waits for a span of a program with this name and attribute; returns its trace.
+    pub async fn trace_of(
+        &self,
+        (service, name): (&str, &str),
+        (key, value): (&str, &str),
+    ) -> Result<String> {
+        eventually(&format!("a span {name} of {service} with {key} {value}"), PATIENCE, || async {
+            let spans = self.spans()?;
+            let found = spans.iter().find(|span| {
+                (&*span.service, &*span.name) == (service, name)
+                    && span.attributes.get(key).is_some_and(|has| has == value)
+            });
+            Ok(found.map(|span| span.trace.clone()).ok_or_else(|| format!("{} spans", spans.len())))
+        })
+        .await
+    }
+
     /// Stops it.
     pub async fn stop(self) -> Result<()> {
         self.0.stop().await.map(drop)

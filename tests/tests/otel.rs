@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use crds::names;
+use csi::proto::ControllerModifyVolumeRequest;
 use kube::ResourceExt;
-use kube::api::{Patch, PatchParams};
+use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::audit::Entry;
 use serde_json::json;
 use tests::collector::{Collector, with_traces};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 use crate::requests::{count_by_kind, requests_since};
 
@@ -52,6 +53,52 @@ async fn the_spans_of_each_operation_are_one_trace_through_all_programs() -> Res
 
         s.driver.publish("no-such-claim", &node.name).await.unwrap_err();
         failed_call_is_marked(&collector).await?;
+        s.driver.delete(&handle).await?;
+        collector.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_change_of_limits_and_the_deletion_of_a_volume_are_one_trace_each() -> Result<()> {
+    traced(|s, collector| async move {
+        let handle = s.volume().await?;
+        let class = s.attributes_class(&[("iops", "300")]).await?;
+        s.driver.calls().controller_modify_volume(modification(&handle, &class)).await?;
+        let modify = trace_of_claim(&s, &handle).await?;
+        let (call, put) = ("ControllerModifyVolume", "PUT /v1/volumes/{id}/qos");
+        collector.has_chain(&modify, &[(GC, call), (MGMT, call), (MGMT, put), (INFRA, put)]).await?;
+
+        requests_since(&s, s.lab.audit()?.mark()?).await?;
+        let mark = s.lab.audit()?.mark()?;
+        s.driver.delete(&handle).await?;
+        let mut writes = count_by_kind(&requests_since(&s, mark).await?, Entry::is_write);
+        writes.retain(|kind, _| kind.starts_with(GC));
+        let expected = ["gc-csi delete persistentvolumeclaims", "gc-csi patch persistentvolumeclaims"];
+        assert_eq!(writes, expected.map(|line| (line.to_owned(), 1)).into());
+        let (call, delete) = ("DeleteVolume", "DELETE /v1/volumes/{id}");
+        let trace = collector.trace_of((GC, call), ("nestor.volume", &handle)).await?;
+        collector.has_chain(&trace, &[(GC, call), (MGMT, call), (MGMT, delete), (INFRA, delete)]).await?;
+        collector.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_creation_and_the_deletion_of_a_snapshot_are_one_trace_each() -> Result<()> {
+    traced(|s, collector| async move {
+        let handle = s.volume().await?;
+        let snapshot = s.csi_snapshot(&unique(&s.name), &handle).await?.snapshot_id;
+        let object = s.snapshots().get(&snapshot).await?;
+        let create = trace_id(object.annotations().get(names::ANNOTATION_TRACEPARENT))?;
+        let (call, put) = ("CreateSnapshot", "PUT /v1/snapshots/{id}");
+        collector.has_chain(&create, &[(GC, call), (MGMT, call), (MGMT, put), (INFRA, put)]).await?;
+
+        s.driver.delete_snapshot(&snapshot).await?;
+        let (call, delete) = ("DeleteSnapshot", "DELETE /v1/snapshots/{id}");
+        let trace = collector.trace_of((GC, call), ("nestor.snapshot", &snapshot)).await?;
+        assert_ne!(trace, create);
+        collector.has_chain(&trace, &[(GC, call), (MGMT, call), (MGMT, delete), (INFRA, delete)]).await?;
         s.driver.delete(&handle).await?;
         collector.stop().await
     })
@@ -116,6 +163,16 @@ async fn malformed_contexts_are_ignored() -> Result<()> {
         assert!(!attachment.annotations().contains_key(names::ANNOTATION_TRACEPARENT));
         s.driver.unpublish(&handle, &node.name).await?;
         s.driver.expand(&handle, 8 * MIB).await?;
+
+        // Deleted by somebody else, so that gc-csi does not replace the context.
+        let volume = s.infra_volume(&handle).await?.id;
+        s.claims().patch(&handle, &params, &patch(names::ANNOTATION_DELETION_TRACEPARENT)).await?;
+        s.claims().delete(&handle, &DeleteParams::default()).await?;
+        eventually("the volume is deleted", PATIENCE, || async {
+            let left = s.infra.get_volume(&volume).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{volume:?}"))))
+        })
+        .await?;
         collector.stop().await
     })
     .await
@@ -179,6 +236,16 @@ where
         with_traces(&s, &endpoint, |s| body(s, collector)).await
     })
     .await
+}
+
+/// The call that gives a volume a management VolumeAttributesClass.
+fn modification(handle: &str, class: &str) -> ControllerModifyVolumeRequest {
+    let parameter = (names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS.to_owned(), class.to_owned());
+    ControllerModifyVolumeRequest {
+        volume_id: handle.to_owned(),
+        mutable_parameters: [parameter].into(),
+        ..Default::default()
+    }
 }
 
 /// The trace in the annotation of a claim.

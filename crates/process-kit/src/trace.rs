@@ -6,6 +6,7 @@
 
 use std::fmt::{Display, Formatter};
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use opentelemetry::Context;
 use opentelemetry::trace::{SpanContext, SpanId, Status, TraceContextExt, TraceFlags, TraceId, TraceState};
@@ -22,6 +23,19 @@ const LENGTH: usize = 55;
 
 /// Spans that were not exported.
 static DROPPED: LazyLock<Counter> = LazyLock::new(Counter::default);
+
+/// Whether this program exports spans.
+static EXPORTED: AtomicBool = AtomicBool::new(false);
+
+/// Tells that this program exports spans from now on.
+pub fn set_exported() {
+    EXPORTED.store(true, Ordering::Relaxed);
+}
+
+/// Whether this program exports spans. If not, work that only finds trace contexts can be left out.
+pub fn is_exported() -> bool {
+    EXPORTED.load(Ordering::Relaxed)
+}
 
 /// Registers the metric of [dropped](count_dropped) spans.
 pub fn register(registry: &mut Registry) {

@@ -14,6 +14,7 @@ use opentelemetry::trace::TracerProvider;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use process_kit::telemetry::SpanExport;
+use process_kit::trace;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tracing::Metadata;
 use tracing::level_filters::LevelFilter;
@@ -47,6 +48,7 @@ impl TraceArgs {
         let resource = resource(service);
         let (queue, flush) = queue::start(Exporter::new(channel.connect_lazy(), url, &resource));
         let layer = layer(queue, self.otlp_ratio, resource);
+        trace::set_exported();
         Ok(Some(SpanExport { layer, flush: Box::pin(flush) }))
     }
 

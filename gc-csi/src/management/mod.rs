@@ -24,6 +24,7 @@ pub(crate) mod provisioner;
 mod recent_outcomes;
 mod served_apis;
 pub(crate) mod snapshots;
+mod traces;
 mod virtual_machines;
 pub(crate) mod volume_entries;
 mod warnings;

@@ -141,7 +141,7 @@ impl OwnerRefs {
         let patch = json!({"metadata": metadata});
         let answer = match (object, &self.snapshots) {
             (OwnedObject::Claim(name), _) => self.claims.patch(name, patch).await.map(drop),
-            (OwnedObject::Snapshot(name), Some(snapshots)) => snapshots.patch(name, patch).await,
+            (OwnedObject::Snapshot(name), Some(snapshots)) => snapshots.patch(name, patch).await.map(drop),
             _ => return Ok(()),
         };
         match answer {

@@ -49,7 +49,7 @@ fn missing(snapshot: &Snapshot, step: Step) -> Step {
 
 fn judge_claim(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -> Step {
     let step = step
-        .traced(claim.annotations().get(names::ANNOTATION_TRACEPARENT))
+        .traced(trace_context(claim))
         .detail("class", claim.spec.as_ref().and_then(|spec| spec.storage_class_name.as_ref()))
         .detail("cluster-id", claim.labels().get(names::LABEL_CLUSTER_ID));
     if let Some(time) = deleted(&claim.metadata) {
@@ -77,6 +77,13 @@ fn judge_claim(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -
             "wait; if it takes long, check that csi-provisioner and mgmt-csi run in the management cluster",
         ),
     }
+}
+
+/// Trace context of the operation that last wrote the claim, or of its deletion.
+fn trace_context(claim: &PersistentVolumeClaim) -> Option<&String> {
+    let deletion = claim.annotations().get(names::ANNOTATION_DELETION_TRACEPARENT);
+    let deletion = deletion.filter(|_| claim.metadata.deletion_timestamp.is_some());
+    deletion.or_else(|| claim.annotations().get(names::ANNOTATION_TRACEPARENT))
 }
 
 /// A bound claim: pin, label and marks are compared with the guest.

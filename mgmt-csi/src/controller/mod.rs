@@ -26,6 +26,7 @@ use tonic::Status;
 
 use crate::cluster::{Volumes, annotation, claim_of};
 use crate::infra::StorageInfra;
+use crate::traces::Traces;
 use claims::Claims;
 use deletion_guard::DeletionGuard;
 
@@ -36,6 +37,7 @@ pub struct Controller {
     claims: Claims,
     deletion_guard: DeletionGuard,
     locks: VolumeLocks,
+    traces: Traces,
 }
 
 impl std::fmt::Debug for Controller {
@@ -50,6 +52,7 @@ impl Controller {
         infra: Arc<dyn StorageInfra>,
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
+        traces: Traces,
     ) -> Self {
         let deletion_guard = DeletionGuard { client: client.clone(), cache: volumes };
         Self {
@@ -57,10 +60,11 @@ impl Controller {
             claims: Claims { client, cache: claims },
             deletion_guard,
             locks: VolumeLocks::default(),
+            traces,
         }
     }
 
-    /// Continues the trace of the operation that last wrote the claim of a volume, such as its expansion.
+    /// Continues the trace of the operation that last wrote the claim of a volume: its expansion or modification.
     fn continue_trace_of_claim(&self, id: &str) {
         let Ok(id) = VolumeId::new(id) else { return };
         for volume in self.deletion_guard.cache.of_volume(&id) {

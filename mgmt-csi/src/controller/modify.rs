@@ -49,6 +49,7 @@ impl Controller {
         let handle = required("volume_id", &request.volume_id)?;
         let qos = limits::read(&request.mutable_parameters)?;
         let _guard = self.locks.acquire(handle)?;
+        self.continue_trace_of_claim(handle);
         let volume = self.find(handle, deadline).await?;
         self.infra.limit_volume(&volume.id, &qos, deadline).await?;
         let (iops, bytes_per_second) = (qos.iops, qos.bytes_per_second);

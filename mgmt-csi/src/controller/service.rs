@@ -53,6 +53,7 @@ impl proto::controller_server::Controller for Controller {
         // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
+            self.traces.continue_volume_deletion(&self.deletion_guard.cache.of_volume(&id));
             self.deletion_guard.refuse_if_kept(&id, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");
@@ -146,7 +147,9 @@ impl proto::controller_server::Controller for Controller {
         let handle = required("snapshot_id", &request.get_ref().snapshot_id)?;
         // As with volumes, deleting an invalid ID succeeds.
         if let Ok(id) = SnapshotId::new(handle) {
-            self.infra.delete_snapshot(&id, deadline::of(&request, TIMEOUT)).await?;
+            let deadline = deadline::of(&request, TIMEOUT);
+            self.traces.continue_snapshot_deletion(self.infra.clone(), id.clone(), deadline).await;
+            self.infra.delete_snapshot(&id, deadline).await?;
             tracing::info!(snapshot = %id, "deleted");
         }
         Ok(Response::new(proto::DeleteSnapshotResponse {}))

@@ -11,6 +11,7 @@ use tonic::Status;
 use super::convert::bytes;
 use super::{Controller, pages};
 use crate::infra::snapshot_id;
+use crate::traces::{LABEL_NAMESPACE, LABEL_SNAPSHOT};
 
 /// Prefix of the parameters that csi-snapshotter adds.
 const SNAPSHOTTER: &str = "csi.storage.k8s.io/";
@@ -28,8 +29,8 @@ impl Controller {
         let mut labels = Labels::new();
         for (key, value) in &request.parameters {
             match key.strip_prefix(SNAPSHOTTER) {
-                Some("volumesnapshot/name") => labels.insert("snapshot".to_owned(), value.clone()),
-                Some("volumesnapshot/namespace") => labels.insert("namespace".to_owned(), value.clone()),
+                Some("volumesnapshot/name") => labels.insert(LABEL_SNAPSHOT.to_owned(), value.clone()),
+                Some("volumesnapshot/namespace") => labels.insert(LABEL_NAMESPACE.to_owned(), value.clone()),
                 Some(_) => None,
                 None => {
                     return Err(Status::invalid_argument(format!(
@@ -39,6 +40,7 @@ impl Controller {
                 }
             };
         }
+        self.traces.continue_snapshot_creation(&labels, deadline).await;
         let id = snapshot_id(&name);
         let spec = SnapshotSpec { volume, labels };
         let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;

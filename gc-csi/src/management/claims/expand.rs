@@ -4,7 +4,7 @@
 //! retries, and the quota is used. When the guest then requests less, the management request is lowered too; Kubernetes
 //! allows any size above the capacity (KEP-1790).
 
-use crds::names::{ANNOTATION_TRACEPARENT, ClaimName};
+use crds::names::ClaimName;
 use csi::request::Size;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::{Claims, SizeError, condition, is_bound};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
+use crate::management::traces;
 
 /// Condition of claims whose expansion failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ControllerResizeError";
@@ -192,11 +193,7 @@ impl Claims {
             "metadata": {"uid": cached.metadata.uid, "resourceVersion": cached.metadata.resource_version},
             "spec": {"resources": {"requests": {"storage": size}}},
         });
-        let context = operation::trace_parent().map(|context| context.to_string());
-        // The context of an earlier operation is removed.
-        if context.is_some() || has_context(cached) {
-            patch["metadata"]["annotations"] = json!({ANNOTATION_TRACEPARENT: context});
-        }
+        traces::add_to(&mut patch, &cached.metadata, operation::trace_parent().as_ref());
         match self.patch(name, patch).await {
             Ok(_) | Err(ApiError::Conflict(_)) => Ok(()),
             Err(source) => {
@@ -205,11 +202,6 @@ impl Claims {
             }
         }
     }
-}
-
-fn has_context(claim: &PersistentVolumeClaim) -> bool {
-    let annotations = claim.metadata.annotations.as_ref();
-    annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_TRACEPARENT))
 }
 
 /// The capacity, unless it exceeds the limit.

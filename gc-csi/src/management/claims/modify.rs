@@ -5,6 +5,7 @@
 
 use crds::names::ClaimName;
 use kube_kit::partial::PersistentVolumeClaim;
+use process_kit::operation;
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -12,6 +13,7 @@ use super::{Claims, condition, is_bound};
 use crate::management::classes::Classes;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
+use crate::management::traces;
 
 /// Condition of claims whose modification failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";
@@ -110,10 +112,11 @@ impl Claims {
                 return Err(ModifyError::NoClass(class.to_owned()));
             }
             // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
-            let patch = json!({
+            let mut patch = json!({
                 "metadata": {"uid": found.metadata.uid},
                 "spec": {"volumeAttributesClassName": class},
             });
+            traces::add_to(&mut patch, &found.metadata, operation::trace_parent().as_ref());
             if let Err(source) = self.patch(name, patch).await {
                 return Err(ModifyError::Api { claim: claim(), class: class.to_owned(), source });
             }

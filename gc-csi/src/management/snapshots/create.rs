@@ -7,6 +7,7 @@ use std::time::Duration;
 use crds::names::{self, ClaimName, CsiName};
 use kube::api::PostParams;
 use kube_kit::informer::Key;
+use process_kit::operation;
 use tokio::time::Instant;
 
 use super::{
@@ -181,8 +182,12 @@ impl Snapshots {
             source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.to_string()) },
             volume_snapshot_class_name: Some(request.class.clone()),
         };
+        let mut annotations = request.annotations.clone();
+        if let Some(context) = operation::trace_parent() {
+            annotations.insert(names::ANNOTATION_TRACEPARENT.to_owned(), context.to_string());
+        }
         let mut snapshot = VolumeSnapshot::new(name, &self.resource, spec);
-        snapshot.metadata = self.owner.new_metadata(name, request.annotations.clone()).await;
+        snapshot.metadata = self.owner.new_metadata(name, annotations).await;
         snapshot
     }
 

@@ -157,9 +157,8 @@ impl Snapshots {
     }
 
     /// Sends a merge patch.
-    pub(super) async fn patch(&self, name: &str, patch: Value) -> Result<(), ApiError> {
-        self.api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
-        Ok(())
+    pub(super) async fn patch(&self, name: &str, patch: Value) -> Result<VolumeSnapshot, ApiError> {
+        Ok(self.api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?)
     }
 
     fn get(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {

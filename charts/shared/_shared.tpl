@@ -113,10 +113,42 @@ The objects of a file, which the lab applies unchanged. dict:
 - --http-listen={{ .root.Values.listenAddress }}:{{ .port }}
 - --log-level={{ .root.Values.log.level }}
 - --log-format={{ .root.Values.log.format }}
-{{- with .root.Values.tracing.endpoint }}
-- --otlp-endpoint={{ . }}
-- --otlp-ratio={{ $.root.Values.tracing.ratio }}
+{{- with .root.Values.tracing }}
+{{- if .endpoint }}
+- --otlp-endpoint={{ .endpoint }}
+- --otlp-ratio={{ .ratio }}
+{{- if hasPrefix "https://" .endpoint }}
+- --otlp-ca=/etc/nestor/tracing/ca.crt
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Volume with the CA certificate of the collector; empty without one. */}}
+{{- define "nestor.tracingVolume" -}}
+{{- $ca := .Values.tracing.ca -}}
+{{- $isGiven := or $ca.secret $ca.configMap -}}
+{{- $isHttps := hasPrefix "https://" .Values.tracing.endpoint -}}
+{{- if and $ca.secret $ca.configMap }}{{ fail "tracing.ca.secret and tracing.ca.configMap are alternatives: set only one of them" }}{{ end -}}
+{{- if and $isHttps (not $isGiven) }}{{ fail "tracing.ca.secret or tracing.ca.configMap is required with an https endpoint: the CA certificate of the collector" }}{{ end -}}
+{{- if and $isGiven .Values.tracing.endpoint (not $isHttps) }}{{ fail "tracing.ca requires an endpoint that starts with https://" }}{{ end -}}
+{{- if $isHttps -}}
+- name: tracing-ca
+  projected:
+    defaultMode: 0440
+    sources:
+      - {{ ternary "secret" "configMap" (ne $ca.secret "") }}:
+          name: {{ default $ca.configMap $ca.secret }}
+          items:
+            - {key: {{ $ca.key }}, path: ca.crt}
+{{- end -}}
+{{- end }}
+
+{{/* Mount of that volume; empty without one. */}}
+{{- define "nestor.tracingMount" -}}
+{{- if include "nestor.tracingVolume" . -}}
+- {name: tracing-ca, mountPath: /etc/nestor/tracing, readOnly: true}
+{{- end -}}
 {{- end }}
 
 {{/*

@@ -1,20 +1,29 @@
 //! An OpenTelemetry collector, and programs of the lab that export their spans to it.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use lab::cache;
+use lab::pki::Authority;
 use lab::state::State;
 use lab::ui::Ui;
 use serde_json::{Value, json};
+use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 use crate::program::Running;
 use crate::{PATIENCE, Scenario, eventually};
 
-/// Environment variable of `--otlp-endpoint`.
+/// Environment variables of `--otlp-endpoint` and `--otlp-ca`.
 const ENDPOINT: &str = "NESTOR_OTLP_ENDPOINT";
+const CA: &str = "NESTOR_OTLP_CA";
+/// Files of a collector with TLS.
+const CERTIFICATE: &str = "collector.crt";
+const KEY: &str = "collector.key";
+const AUTHORITY: &str = "ca.crt";
+const OTHER_AUTHORITY: &str = "other-ca.crt";
 /// The programs on the way of a volume. The storage infra comes first, because mgmt-csi is not ready without it.
 const PROGRAMS: [&str; 4] = ["storage-infra", "mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
 
@@ -37,14 +46,66 @@ pub struct Span {
     pub has_failed: bool,
 }
 
+/// Where programs export their spans to.
+#[derive(Debug, Clone)]
+pub struct Target {
+    /// The endpoint.
+    pub endpoint: String,
+    /// File with the CA certificate of an https endpoint.
+    pub ca: Option<PathBuf>,
+}
+
 /// A collector.
-pub struct Collector(Running);
+pub struct Collector {
+    process: Running,
+    tls: Option<Tls>,
+}
+
+/// Certificates of a collector, and an authority that did not sign them.
+struct Tls {
+    folder: TempDir,
+}
+
+impl Tls {
+    fn new() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let authority = Authority::new("collector")?;
+        let pair = authority.server("collector", &["127.0.0.1"])?;
+        let other = Authority::new("collector")?.cert();
+        for (name, text) in [
+            (CERTIFICATE, &pair.cert),
+            (KEY, &pair.key),
+            (AUTHORITY, &authority.cert()),
+            (OTHER_AUTHORITY, &other),
+        ] {
+            std::fs::write(folder.path().join(name), text)?;
+        }
+        Ok(Self { folder })
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
 
 impl Collector {
     /// Starts a collector on a free port. Builds it if it is not in the cache.
     pub async fn start() -> Result<Self> {
+        Self::start_with(None).await
+    }
+
+    /// Starts a collector with TLS.
+    pub async fn start_with_tls() -> Result<Self> {
+        Self::start_with(Some(Tls::new()?)).await
+    }
+
+    async fn start_with(tls: Option<Tls>) -> Result<Self> {
+        let grpc = tls.as_ref().map_or(
+            json!({}),
+            |tls| json!({"tls": {"cert_file": tls.file(CERTIFICATE), "key_file": tls.file(KEY)}}),
+        );
         let config = json!({
-            "receivers": {"otlp": {"protocols": {"grpc": {}}}},
+            "receivers": {"otlp": {"protocols": {"grpc": grpc}}},
             "exporters": {"lines": {}},
             "service": {"pipelines": {"traces": {"receivers": ["otlp"], "exporters": ["lines"]}}},
         });
@@ -57,17 +118,26 @@ impl Collector {
             Ok(connected.map(drop).map_err(|error| format!("{error}; log: {}", process.log())))
         })
         .await?;
-        Ok(Self(process))
+        Ok(Self { process, tls })
     }
 
     /// Its OTLP endpoint.
-    pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.0.port())
+    pub fn target(&self) -> Target {
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        Target {
+            endpoint: format!("{scheme}://127.0.0.1:{}", self.process.port()),
+            ca: self.tls.as_ref().map(|tls| tls.file(AUTHORITY)),
+        }
+    }
+
+    /// Its OTLP endpoint with a CA certificate that is not that of its authority.
+    pub fn target_with_wrong_ca(&self) -> Target {
+        Target { ca: self.tls.as_ref().map(|tls| tls.file(OTHER_AUTHORITY)), ..self.target() }
     }
 
     /// The spans that it has received.
     pub fn spans(&self) -> Result<Vec<Span>> {
-        let log = self.0.log();
+        let log = self.process.log();
         let mut spans = Vec::new();
         for line in log.lines().filter(|line| line.starts_with("{\"resourceSpans\"")) {
             let received: Value = serde_json::from_str(line).context("not a line of spans")?;
@@ -106,7 +176,7 @@ impl Collector {
 
     /// Stops it.
     pub async fn stop(self) -> Result<()> {
-        self.0.stop().await.map(drop)
+        self.process.stop().await.map(drop)
     }
 }
 
@@ -147,34 +217,38 @@ fn attributes(of: &Value) -> BTreeMap<String, String> {
     list(&of["attributes"]).map(|one| (text(&one["key"]), text(&one["value"]["stringValue"]))).collect()
 }
 
-/// Runs `work` while the lab's programs export their spans to `endpoint`, and then turns that off, whether `work` succeeded
-/// or not.
-pub async fn with_traces<Work, Working>(s: &Arc<Scenario>, endpoint: &str, work: Work) -> Result<()>
+/// Runs `work` while the lab's programs export their spans to `target`, and then turns that off, whether `work` succeeded or
+/// not.
+pub async fn with_traces<Work, Working>(s: &Arc<Scenario>, target: &Target, work: Work) -> Result<()>
 where
     Work: FnOnce(Arc<Scenario>) -> Working,
     Working: Future<Output = Result<()>> + Send + 'static,
 {
-    export_to(s, Some(endpoint)).await?;
+    export_to(s, Some(target)).await?;
     // In its own task, so that a failed assertion does not skip the end.
     let outcome = tokio::spawn(work(s.clone())).await;
     export_to(s, None).await?;
     outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}")))
 }
 
-/// Restarts the programs with or without an endpoint.
-async fn export_to(s: &Scenario, endpoint: Option<&str>) -> Result<()> {
+/// Restarts the programs with or without a target.
+async fn export_to(s: &Scenario, target: Option<&Target>) -> Result<()> {
     for program in PROGRAMS {
         s.stop_component(program).await?;
-        s.lab.run().update(|state| set(state, program, endpoint))?;
+        s.lab.run().update(|state| {
+            set(state, program, ENDPOINT, target.map(|target| target.endpoint.clone()));
+            let ca = target.and_then(|target| target.ca.as_ref());
+            set(state, program, CA, ca.map(|file| file.display().to_string()));
+        })?;
         s.start_component(program).await?;
     }
     Ok(())
 }
 
-fn set(state: &mut State, program: &str, endpoint: Option<&str>) {
+fn set(state: &mut State, program: &str, variable: &str, value: Option<String>) {
     let Some(component) = state.components.get_mut(program) else { return };
-    match endpoint {
-        Some(endpoint) => component.env.insert(ENDPOINT.to_owned(), endpoint.to_owned()),
-        None => component.env.remove(ENDPOINT),
+    match value {
+        Some(value) => component.env.insert(variable.to_owned(), value),
+        None => component.env.remove(variable),
     };
 }

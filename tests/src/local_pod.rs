@@ -279,16 +279,22 @@ async fn files(client: &Client, namespace: &str, volume: &Value) -> Result<BTree
         let (of_secret, of_map) = (&source["secret"], &source["configMap"]);
         match (of_secret["name"].as_str(), of_map["name"].as_str()) {
             (Some(name), _) => all.extend(secret(client, namespace, name, &of_secret["items"]).await?),
-            (_, Some(name)) => all.extend(config_map(client, namespace, name).await?),
+            (_, Some(name)) => all.extend(config_map(client, namespace, name, &of_map["items"]).await?),
             _ => bail!("a source of an unknown kind: {source}"),
         }
     }
     Ok(all)
 }
 
-async fn config_map(client: &Client, namespace: &str, name: &str) -> Result<BTreeMap<String, Vec<u8>>> {
+async fn config_map(
+    client: &Client,
+    namespace: &str,
+    name: &str,
+    items: &Value,
+) -> Result<BTreeMap<String, Vec<u8>>> {
     let found = Api::<ConfigMap>::namespaced(client.clone(), namespace).get(name).await?;
-    Ok(found.data.into_iter().flatten().map(|(key, text)| (key, text.into_bytes())).collect())
+    let data = found.data.into_iter().flatten().map(|(key, text)| (key, text.into_bytes()));
+    select(data.collect(), items).with_context(|| format!("ConfigMap {name}"))
 }
 
 async fn secret(
@@ -298,14 +304,17 @@ async fn secret(
     items: &Value,
 ) -> Result<BTreeMap<String, Vec<u8>>> {
     let found = Api::<Secret>::namespaced(client.clone(), namespace).get(name).await?;
-    let mut data = found.data.unwrap_or_default();
-    let Some(items) = items.as_array() else {
-        return Ok(data.into_iter().map(|(key, ByteString(bytes))| (key, bytes)).collect());
-    };
+    let data = found.data.into_iter().flatten().map(|(key, ByteString(bytes))| (key, bytes));
+    select(data.collect(), items).with_context(|| format!("Secret {name}"))
+}
+
+/// The files of these items; all of them without items.
+fn select(mut data: BTreeMap<String, Vec<u8>>, items: &Value) -> Result<BTreeMap<String, Vec<u8>>> {
+    let Some(items) = items.as_array() else { return Ok(data) };
     let selected = items.iter().map(|item| {
         let (key, path) =
             (item["key"].as_str().unwrap_or_default(), item["path"].as_str().unwrap_or_default());
-        let ByteString(bytes) = data.remove(key).with_context(|| format!("Secret {name} has no {key}"))?;
+        let bytes = data.remove(key).with_context(|| format!("no key {key}"))?;
         Ok((path.to_owned(), bytes))
     });
     selected.collect()

@@ -38,6 +38,10 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
         (&guest, "management.kubeconfig.secret=", "management.token.secret is required"),
         (&guest, "management.token.secret=other", "set only one of them"),
         (&guest, "controller.onGuestDeletion=Delete", "controller.clusterObject is required"),
+        (&guest, "tracing.endpoint=https://c:4317", "tracing.ca.configMap is required"),
+        (&management, "tracing.endpoint=http://c:4317,tracing.ca.secret=c", "tracing.ca requires"),
+        (&management, "tracing.endpoint=grpc://c:4317", "/tracing/endpoint"),
+        (&management, "tracing.ca.secret=c,tracing.ca.configMap=c", "set only one of them"),
     ] {
         let smallest = chart.example("smallest");
         let error = chart.render("default", &[&smallest], &[value]).await;
@@ -264,6 +268,9 @@ fn rename_rights(objects: &mut [Value], prefix: &str) {
     }
 }
 
+/// An endpoint with TLS.
+const TRACING: &str = "tracing.endpoint=https://127.0.0.1:9";
+
 /// Kinds of a chart's objects that are applied by the tests: the lab already has the others.
 const OF_A_RELEASE: [&str; 9] = [
     "ServiceAccount",
@@ -318,7 +325,8 @@ async fn the_management_charts_pods_become_ready() -> Result<()> {
         chart::apply(&s.management, &secret, false).await?;
         let chart = Chart::management().await?;
         let url = format!("infra.url={}", infra.url);
-        let set = [&*url, "mgmtCsi.fence=never"];
+        // No collector listens there. The programs read the CA certificate when they start.
+        let set = [&*url, "mgmtCsi.fence=never", TRACING, "tracing.ca.secret=storage-infra-client"];
         let more = tempfile::NamedTempFile::new()?;
         std::fs::write(more.path(), "shim: {enabled: true}\nsnapshotController: {enabled: true}\n")?;
         let smallest = chart.example("smallest");
@@ -357,6 +365,8 @@ async fn a_guest_charts_pods_become_ready_with_a_token_for_the_management_cluste
             "controller.nodeSelector.no-such-node=true".to_owned(),
             "node.nodeSelector.no-such-node=true".to_owned(),
             format!("node.kubeletDir={}", kubelet.path().display()),
+            TRACING.to_owned(),
+            "tracing.ca.configMap=kube-root-ca.crt".to_owned(),
         ];
         let set: Vec<&str> = set.iter().map(String::as_str).collect();
         let mut objects = chart.render(&s.name, &[&chart.example("smallest")], &set).await?;

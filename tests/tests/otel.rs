@@ -10,7 +10,7 @@ use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::audit::Entry;
 use serde_json::json;
-use tests::collector::{Collector, with_traces};
+use tests::collector::{Collector, Target, with_traces};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 use crate::requests::{count_by_kind, requests_since};
@@ -183,10 +183,10 @@ async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> R
     let _alone = alone().await;
     run(|s| async move {
         // Nothing listens on the discard port.
-        with_traces(&s, "http://127.0.0.1:9", |s| async move {
+        let target = Target { endpoint: "http://127.0.0.1:9".to_owned(), ca: None };
+        with_traces(&s, &target, |s| async move {
             let (node, handle) = (s.node().await?, s.volume().await?);
-            let log = s.lab.run().log("g1-gc-csi");
-            let told = || anyhow::Ok(std::fs::read_to_string(&log)?.matches("cannot export spans").count());
+            let told = || has_logged(&s, "cannot export spans");
             let before = told()?;
             for _ in 0..3 {
                 let lost = dropped(&s).await?;
@@ -200,6 +200,36 @@ async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> R
             Ok(())
         })
         .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn spans_arrive_over_tls_and_a_wrong_authority_is_named_in_the_log() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let collector = Arc::new(Collector::start_with_tls().await?);
+        let (target, wrong) = (collector.target(), collector.target_with_wrong_ca());
+        let received = collector.clone();
+        with_traces(&s, &target, |s| async move {
+            let create = trace_of_claim(&s, &s.volume().await?).await?;
+            let put = "PUT /v1/volumes/{id}";
+            let chain = [(GC, "CreateVolume"), (MGMT, "CreateVolume"), (MGMT, put), (INFRA, put)];
+            received.has_chain(&create, &chain).await.map(drop)
+        })
+        .await?;
+        let text = "invalid peer certificate: UnknownIssuer; --otlp-ca must be";
+        let before = has_logged(&s, text)?;
+        with_traces(&s, &wrong, move |s| async move {
+            s.volume().await?;
+            eventually("the wrong authority is logged", PATIENCE, || async {
+                let now = has_logged(&s, text)?;
+                Ok(if now > before { Ok(()) } else { Err(format!("{now} times")) })
+            })
+            .await
+        })
+        .await?;
+        Arc::into_inner(collector).context("it is still used")?.stop().await
     })
     .await
 }
@@ -232,8 +262,8 @@ where
     let _alone = alone().await;
     run(|s| async move {
         let collector = Collector::start().await?;
-        let endpoint = collector.endpoint();
-        with_traces(&s, &endpoint, |s| body(s, collector)).await
+        let target = collector.target();
+        with_traces(&s, &target, |s| body(s, collector)).await
     })
     .await
 }
@@ -273,6 +303,11 @@ async fn failed_call_is_marked(collector: &Collector) -> Result<()> {
         Ok(if found { Ok(()) } else { Err(format!("{} spans", spans.len())) })
     })
     .await
+}
+
+/// How often gc-csi has logged a text.
+fn has_logged(s: &Scenario, text: &str) -> Result<usize> {
+    Ok(std::fs::read_to_string(s.lab.run().log("g1-gc-csi"))?.matches(text).count())
 }
 
 /// Waits until gc-csi has dropped more spans.

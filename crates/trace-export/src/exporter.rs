@@ -1,5 +1,6 @@
 //! Exporter of batches to the collector.
 
+use std::error::Error;
 use std::time::Duration;
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -10,6 +11,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SpanData;
 use process_kit::trace;
 use tokio::time::timeout;
+use tonic::Status;
 use tonic::transport::Channel;
 
 use crate::queue::Export;
@@ -39,10 +41,27 @@ impl Exporter {
         };
         let answer = timeout(TIMEOUT, self.client.export(request)).await;
         let answer = answer.map_err(|_| format!("no answer within {TIMEOUT:?}"))?;
-        let answer = answer.map_err(|status| format!("{:?}: {}", status.code(), status.message()))?;
+        let answer = answer.map_err(|status| describe(&status))?;
         let rejected = answer.into_inner().partial_success.map_or(0, |partial| partial.rejected_spans);
         Ok(usize::try_from(rejected).unwrap_or(0))
     }
+}
+
+/// Code and message of a failed export, with its causes.
+fn describe(status: &Status) -> String {
+    let mut text = format!("{:?}: {}", status.code(), status.message());
+    let mut cause = status.source();
+    while let Some(error) = cause {
+        let error_text = error.to_string();
+        if !text.contains(&error_text) {
+            text = format!("{text}: {error_text}");
+        }
+        cause = error.source();
+    }
+    if text.contains("invalid peer certificate") {
+        text.push_str("; --otlp-ca must be the CA that signed the collector's certificate, for the name in --otlp-endpoint");
+    }
+    text
 }
 
 impl Export for Exporter {
@@ -65,5 +84,25 @@ impl Export for Exporter {
             }
         }
         self.is_failing = outcome.is_err();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn an_error_has_its_causes_once_and_says_what_to_do_about_certificates() {
+        let refused = io::Error::other("tcp connect error");
+        assert_eq!(describe(&Status::unavailable("tcp connect error")), "Unavailable: tcp connect error");
+        let mut status = Status::unavailable("tcp connect error");
+        status.set_source(std::sync::Arc::new(refused));
+        assert_eq!(describe(&status), "Unavailable: tcp connect error");
+        status.set_source(std::sync::Arc::new(io::Error::other("invalid peer certificate: UnknownIssuer")));
+        let text = describe(&status);
+        assert!(text.starts_with("Unavailable: tcp connect error: invalid peer certificate"), "{text}");
+        assert!(text.contains("--otlp-ca"), "{text}");
     }
 }

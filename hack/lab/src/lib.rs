@@ -33,7 +33,7 @@ mod lab;
 mod loop_nodes;
 mod oci;
 pub mod package;
-mod pki;
+pub mod pki;
 mod ports;
 pub mod process;
 mod ready;

@@ -8,6 +8,7 @@ mod floor;
 pub mod instant;
 mod objects;
 mod observed;
+mod paper;
 pub mod plot;
 pub mod report;
 pub mod split_cpus;

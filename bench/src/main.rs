@@ -9,7 +9,7 @@ use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
     attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, recovery,
-    retry, scale,
+    retry, scale, trace, tracing,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -113,6 +113,15 @@ enum Bench {
     },
     /// Many guests on one management tier: first attach of all volumes, and failure of a rack.
     Scale(scale::Size),
+    /// `kubectl nestor trace` beside many volumes, compared with few.
+    Trace {
+        #[command(flatten)]
+        work: Work,
+        #[command(flatten)]
+        volumes: trace::Volumes,
+    },
+    /// Create, attach and detach without tracing, and with the spans of a tenth and of all operations.
+    Tracing(Work),
     /// Draw the results of the benches as SVG.
     Plot {
         /// Output folder. [default: docs/reference/plots]
@@ -140,6 +149,8 @@ impl Bench {
             Self::Fairness(_) => "fairness",
             Self::Extents { .. } => "extents",
             Self::Scale(_) => "scale",
+            Self::Trace { .. } => "trace",
+            Self::Tracing(_) => "tracing",
             Self::Plot { .. } => "plot",
         }
     }
@@ -162,6 +173,8 @@ impl Bench {
             Self::Fairness(load) => fairness::run(report, load).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,
             Self::Scale(size) => scale::run(report, size).await,
+            Self::Trace { work, volumes } => trace::run(report, work, volumes).await,
+            Self::Tracing(work) => tracing::run(report, work).await,
             Self::Plot { .. } => Ok(()),
         }
     }

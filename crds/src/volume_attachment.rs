@@ -22,6 +22,7 @@ use crate::names::ClaimName;
     derive = "PartialEq",
     shortname = "nva",
     category = "nestor",
+    selectable = ".spec.volumeName",
     printcolumn = r#"{"name":"Claim","type":"string","jsonPath":".spec.volumeName"}"#,
     printcolumn = r#"{"name":"Node","type":"string","jsonPath":".spec.nodeUUID"}"#,
     printcolumn = r#"{"name":"Attached","type":"boolean","jsonPath":".status.attached"}"#,

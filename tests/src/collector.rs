@@ -16,9 +16,10 @@ use tokio::net::TcpStream;
 use crate::program::Running;
 use crate::{PATIENCE, Scenario, eventually};
 
-/// Environment variables of `--otlp-endpoint` and `--otlp-ca`.
+/// Environment variables of `--otlp-endpoint`, `--otlp-ca` and `--otlp-ratio`.
 const ENDPOINT: &str = "NESTOR_OTLP_ENDPOINT";
 const CA: &str = "NESTOR_OTLP_CA";
+const RATIO: &str = "NESTOR_OTLP_RATIO";
 /// Files of a collector with TLS.
 const CERTIFICATE: &str = "collector.crt";
 const KEY: &str = "collector.key";
@@ -53,6 +54,8 @@ pub struct Target {
     pub endpoint: String,
     /// File with the CA certificate of an https endpoint.
     pub ca: Option<PathBuf>,
+    /// Fraction of the operations that are traced; all of them without one.
+    pub ratio: Option<f64>,
 }
 
 /// A collector.
@@ -127,6 +130,7 @@ impl Collector {
         Target {
             endpoint: format!("{scheme}://127.0.0.1:{}", self.process.port()),
             ca: self.tls.as_ref().map(|tls| tls.file(AUTHORITY)),
+            ratio: None,
         }
     }
 
@@ -217,14 +221,19 @@ fn attributes(of: &Value) -> BTreeMap<String, String> {
     list(&of["attributes"]).map(|one| (text(&one["key"]), text(&one["value"]["stringValue"]))).collect()
 }
 
-/// Runs `work` while the lab's programs export their spans to `target`, and then turns that off, whether `work` succeeded or
-/// not.
-pub async fn with_traces<Work, Working>(s: &Arc<Scenario>, target: &Target, work: Work) -> Result<()>
+/// Restarts the lab's programs, runs `work` while they export their spans to `target` (or none without one), and then turns that
+/// off, whether `work` succeeded or not.
+pub async fn with_traces<T, Work, Working>(
+    s: &Arc<Scenario>,
+    target: Option<&Target>,
+    work: Work,
+) -> Result<T>
 where
+    T: Send + 'static,
     Work: FnOnce(Arc<Scenario>) -> Working,
-    Working: Future<Output = Result<()>> + Send + 'static,
+    Working: Future<Output = Result<T>> + Send + 'static,
 {
-    export_to(s, Some(target)).await?;
+    export_to(s, target).await?;
     // In its own task, so that a failed assertion does not skip the end.
     let outcome = tokio::spawn(work(s.clone())).await;
     export_to(s, None).await?;
@@ -239,6 +248,8 @@ async fn export_to(s: &Scenario, target: Option<&Target>) -> Result<()> {
             set(state, program, ENDPOINT, target.map(|target| target.endpoint.clone()));
             let ca = target.and_then(|target| target.ca.as_ref());
             set(state, program, CA, ca.map(|file| file.display().to_string()));
+            let ratio = target.and_then(|target| target.ratio);
+            set(state, program, RATIO, ratio.map(|ratio| ratio.to_string()));
         })?;
         s.start_component(program).await?;
     }

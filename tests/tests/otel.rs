@@ -183,8 +183,8 @@ async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> R
     let _alone = alone().await;
     run(|s| async move {
         // Nothing listens on the discard port.
-        let target = Target { endpoint: "http://127.0.0.1:9".to_owned(), ca: None };
-        with_traces(&s, &target, |s| async move {
+        let target = Target { endpoint: "http://127.0.0.1:9".to_owned(), ca: None, ratio: None };
+        with_traces(&s, Some(&target), |s| async move {
             let (node, handle) = (s.node().await?, s.volume().await?);
             let told = || has_logged(&s, "cannot export spans");
             let before = told()?;
@@ -211,7 +211,7 @@ async fn spans_arrive_over_tls_and_a_wrong_authority_is_named_in_the_log() -> Re
         let collector = Arc::new(Collector::start_with_tls().await?);
         let (target, wrong) = (collector.target(), collector.target_with_wrong_ca());
         let received = collector.clone();
-        with_traces(&s, &target, |s| async move {
+        with_traces(&s, Some(&target), |s| async move {
             let create = trace_of_claim(&s, &s.volume().await?).await?;
             let put = "PUT /v1/volumes/{id}";
             let chain = [(GC, "CreateVolume"), (MGMT, "CreateVolume"), (MGMT, put), (INFRA, put)];
@@ -220,7 +220,7 @@ async fn spans_arrive_over_tls_and_a_wrong_authority_is_named_in_the_log() -> Re
         .await?;
         let text = "invalid peer certificate: UnknownIssuer; --otlp-ca must be";
         let before = has_logged(&s, text)?;
-        with_traces(&s, &wrong, move |s| async move {
+        with_traces(&s, Some(&wrong), move |s| async move {
             s.volume().await?;
             eventually("the wrong authority is logged", PATIENCE, || async {
                 let now = has_logged(&s, text)?;
@@ -263,7 +263,7 @@ where
     run(|s| async move {
         let collector = Collector::start().await?;
         let target = collector.target();
-        with_traces(&s, &target, |s| body(s, collector)).await
+        with_traces(&s, Some(&target), |s| body(s, collector)).await
     })
     .await
 }

@@ -14,3 +14,5 @@ pub mod memory;
 pub mod recovery;
 pub mod retry;
 pub mod scale;
+pub mod trace;
+pub mod tracing;

@@ -50,13 +50,16 @@ fn ours() -> Value {
     text.and_then(|text| serde_saphyr::from_str(text).ok()).unwrap_or_default()
 }
 
-/// Paths of all fields of the served versions of a definition.
+/// Paths of all fields of the served versions of a definition, and what can be selected.
 fn fields(definition: &Value) -> BTreeSet<String> {
     let versions = definition["spec"]["versions"].as_array().into_iter().flatten();
     let mut found = BTreeSet::new();
     for version in versions.filter(|version| version["served"] == true) {
         let name = version["name"].as_str().unwrap_or_default();
         collect(&version["schema"]["openAPIV3Schema"], name, &mut found);
+        for selectable in version["selectableFields"].as_array().into_iter().flatten() {
+            found.insert(format!("selectableFields of {name}: {}", selectable["jsonPath"]));
+        }
     }
     found
 }
@@ -106,7 +109,9 @@ mod tests {
             .as_object_mut()
             .unwrap()
             .remove("formatToken");
+        older["spec"]["versions"][0]["selectableFields"].take();
         let absent: Vec<_> = ours.difference(&fields(&older)).cloned().collect();
-        assert_eq!(absent, ["v1alpha1.status.formatToken"]);
+        let selectable = "selectableFields of v1alpha1: \".spec.volumeName\"";
+        assert_eq!(absent, [selectable, "v1alpha1.status.formatToken"]);
     }
 }

@@ -4,6 +4,7 @@ use crds::{VolumeAttachment, names};
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolume, PersistentVolumeClaim};
 use kube::ResourceExt;
 
+use super::placements::vm_of;
 use super::read::{get, unseen};
 use super::snapshot::{Lookup, Object, Placement, Snapshot, found};
 use crate::clusters::{Cluster, Clusters};
@@ -52,8 +53,7 @@ async fn claim_of_attachment(
         get(cluster, cluster.namespaced(), Some(&cluster.namespace), name).await?;
     let Some(found) = attachment.found() else { return Ok(None) };
     let claim = found.spec.volume_name.clone();
-    let owner = found.owner_references().iter().find(|owner| owner.kind == "VirtualMachine");
-    let vm = owner.map(|owner| owner.name.clone()).unwrap_or_default();
+    let vm = vm_of(found).unwrap_or_default().to_owned();
     snapshot.placements.push(Placement {
         node_name: vm.clone(),
         vm_name: vm,

@@ -1,10 +1,10 @@
-//! Gathering of a [`Snapshot`]: reads by name, and few lists with selectors. The cost does not depend on the number of
-//! volumes.
+//! Gathering of a [`Snapshot`]: reads by name, and few lists with selectors or limits. The cost does not depend on the number
+//! of volumes.
 //!
 //! | object | found by |
 //! | --- | --- |
 //! | management claim | `volumeHandle` of the guest PersistentVolume, which is its name; before that, the deterministic name |
-//! | node | the pods of the claim's namespace that use it, and the VMs that the condition `nestor.dev/Attached` names |
+//! | node | the pods of the claim's namespace that use it, and the VMs that the condition `nestor.dev/Attached` names; without those, the owners of VolumeAttachments, by field selector `spec.volumeName` |
 //! | guest VolumeAttachment | its deterministic name, from handle, driver and node |
 //! | VirtualMachine | the node ID in the CSINode, which is its name |
 //! | VolumeAttachment | its deterministic name, from VM and claim |

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crds::{VirtualMachine, names};
+use crds::{VirtualMachine, VolumeAttachment, names};
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::ResourceExt;
@@ -19,6 +19,9 @@ use crate::subject::{Kind, Subject};
 
 /// Condition of a guest claim whose message names the VMs that have the disk.
 pub const CONDITION_ATTACHED: &str = "nestor.dev/Attached";
+
+/// Number of VMs that are searched for an entry.
+const MOST_VMS: u32 = 500;
 
 /// Finds the nodes, and reads the objects of each.
 pub async fn gather(clusters: &Clusters, subject: &Subject, snapshot: &mut Snapshot) -> Result<(), Error> {
@@ -62,9 +65,7 @@ async fn find(
     }
     let hinted = found(&snapshot.guest_claim).map(vms_in_condition).unwrap_or_default();
     hinted.iter().for_each(|vm| add(snapshot, vm, false));
-    if let (true, Some(cluster), Some(resource)) =
-        (snapshot.placements.is_empty(), &clusters.management, resource)
-    {
+    if let (true, Some(cluster)) = (snapshot.placements.is_empty(), &clusters.management) {
         for vm in search(cluster, resource, snapshot).await? {
             add(snapshot, &vm, false);
         }
@@ -129,17 +130,60 @@ fn vms_in_condition(claim: &PersistentVolumeClaim) -> BTreeSet<String> {
     names
 }
 
-/// VMs with an entry for the claim. The only list of VMs: needed while no pod and no condition names one. They need not have
-/// a label of their guest.
+/// VMs that have the disk of the claim, for a claim whose node no pod and no condition names.
 async fn search(
     cluster: &Cluster,
-    resource: &ApiResource,
-    snapshot: &Snapshot,
+    resource: Option<&ApiResource>,
+    snapshot: &mut Snapshot,
 ) -> Result<Vec<String>, Error> {
-    let Some(claim) = &snapshot.management_claim else { return Ok(Vec::new()) };
-    match read::vms(cluster, resource).list(&ListParams::default()).await {
+    let Some(claim) = snapshot.management_claim.as_ref().map(|claim| claim.name.clone()) else {
+        return Ok(Vec::new());
+    };
+    match (owners(cluster, &claim).await?, resource) {
+        (Some(vms), _) if !vms.is_empty() || !needs_entries(snapshot) => Ok(vms),
+        (_, Some(resource)) => with_entry(cluster, resource, &claim, snapshot).await,
+        (vms, None) => Ok(vms.unwrap_or_default()),
+    }
+}
+
+/// VMs that own a VolumeAttachment of the claim; None if the API server cannot select these, because it has an earlier
+/// definition of them, or refuses to list them.
+async fn owners(cluster: &Cluster, claim: &str) -> Result<Option<Vec<String>>, Error> {
+    let selected = ListParams::default().fields(&format!("spec.volumeName={claim}"));
+    match cluster.namespaced::<VolumeAttachment>().list(&selected).await {
+        Ok(list) => Ok(Some(list.iter().filter_map(vm_of).map(str::to_owned).collect())),
+        Err(error) if read::is_answer(&error) => Ok(None),
+        Err(error) => Err(Error::request("management", "VolumeAttachments", &error)),
+    }
+}
+
+/// The VM that owns a VolumeAttachment.
+pub fn vm_of(attachment: &VolumeAttachment) -> Option<&str> {
+    let owner = attachment.owner_references().iter().find(|owner| owner.kind == "VirtualMachine");
+    owner.map(|owner| owner.name.as_str())
+}
+
+/// Whether an entry without a VolumeAttachment matters: the guest would show an attach in progress, but is not connected, or the
+/// claim stays although it was deleted.
+fn needs_entries(snapshot: &Snapshot) -> bool {
+    let claim = found(&snapshot.management_claim);
+    !snapshot.sees_guest || claim.is_some_and(|claim| claim.metadata.deletion_timestamp.is_some())
+}
+
+/// VMs with an entry for the claim, among the first ones. They need not have a label of their guest.
+async fn with_entry(
+    cluster: &Cluster,
+    resource: &ApiResource,
+    claim: &str,
+    snapshot: &mut Snapshot,
+) -> Result<Vec<String>, Error> {
+    match read::vms(cluster, resource).list(&ListParams::default().limit(MOST_VMS)).await {
         Ok(list) => {
-            Ok(list.iter().filter(|vm| has_disk(vm, &claim.name)).map(ResourceExt::name_any).collect())
+            if list.metadata.continue_.as_ref().is_some_and(|token| !token.is_empty()) {
+                snapshot.vms_unknown =
+                    Some(format!("only {MOST_VMS} of them were searched for an entry of the claim"));
+            }
+            Ok(list.iter().filter(|vm| has_disk(vm, claim)).map(ResourceExt::name_any).collect())
         }
         Err(error) if read::is_answer(&error) => Ok(Vec::new()),
         Err(error) => Err(Error::request("management", "VirtualMachines", &error)),
@@ -265,6 +309,19 @@ mod tests {
             ["vm-1", "vm-2"]
         );
         assert!(named("not attached to any VirtualMachine").is_empty());
+    }
+
+    #[test]
+    fn entries_without_a_volume_attachment_matter_without_the_guest_and_for_a_deleted_claim() {
+        let with_claim = |sees_guest, metadata: serde_json::Value| {
+            let claim = serde_json::from_value(json!({"metadata": metadata})).unwrap();
+            let lookup = super::super::snapshot::Lookup::Found(Box::new(claim));
+            let claim = Object { namespace: None, name: "c".to_owned(), lookup };
+            needs_entries(&Snapshot { sees_guest, management_claim: Some(claim), ..Default::default() })
+        };
+        assert!(!with_claim(true, json!({})));
+        assert!(with_claim(false, json!({})));
+        assert!(with_claim(true, json!({"deletionTimestamp": "2026-01-01T00:00:00Z"})));
     }
 
     #[test]

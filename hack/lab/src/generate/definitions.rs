@@ -46,6 +46,7 @@ fn section(page: &mut String, spec: &Value) -> Result<()> {
                 .join(", "),
         ),
         ("scope", text(&spec["scope"])),
+        ("field selectors", selectors(&versions[0])),
     ];
     table(page, &["", ""], &rows.map(|(name, value)| vec![name.to_owned(), value]));
     let mut fields = Vec::new();
@@ -55,6 +56,14 @@ fn section(page: &mut String, spec: &Value) -> Result<()> {
     }
     table(page, &["field", "type", "meaning"], &fields);
     Ok(())
+}
+
+/// Fields by which objects can be selected, besides name and namespace.
+fn selectors(version: &Value) -> String {
+    let fields = version["selectableFields"].as_array().into_iter().flatten();
+    let paths = fields.filter_map(|field| field["jsonPath"].as_str());
+    let paths: Vec<String> = paths.map(|path| code(path.trim_start_matches('.'))).collect();
+    if paths.is_empty() { "–".to_owned() } else { paths.join(", ") }
 }
 
 /// The validation rules of a part.

@@ -65,15 +65,17 @@ impl<'a> PaperVolumes<'a> {
     /// Creates volumes until there are `count`, and waits until all of them are bound.
     pub(crate) async fn fill(&mut self, count: usize) -> Result<()> {
         let new: Vec<usize> = (self.count..count).collect();
-        let (attached, others): (Vec<usize>, Vec<usize>) = new.iter().partition(|number| *number % 2 == 0);
+        let attached: Vec<usize> = new.iter().copied().filter(|number| number % 2 == 0).collect();
         concurrently(&new, |number| self.create(*number)).await?;
         let vms: Vec<&[usize]> = attached.chunks(PER_VM).collect();
         concurrently(&vms, |numbers| self.attach(numbers)).await?;
-        let claims = |name: &dyn Fn(usize) -> String| new.iter().map(|number| name(*number)).collect();
-        let (guest, management): (Vec<String>, Vec<String>) =
-            (claims(&|number| self.guest_claim(number)), claims(&|number| self.claim(number)));
+        let names = |name: &dyn Fn(usize) -> String| -> Vec<String> {
+            new.iter().map(|number| name(*number)).collect()
+        };
+        let (guest, management) =
+            (names(&|number| self.guest_claim(number)), names(&|number| self.claim(number)));
         future::try_join(self.bound[0].reached(&guest), self.bound[1].reached(&management)).await?;
-        eprintln!("{count} volumes, of the last {} are {} attached", new.len(), new.len() - others.len());
+        eprintln!("{count} volumes");
         self.count = count;
         Ok(())
     }

@@ -64,9 +64,9 @@ async fn measure(
         volumes.fill(*size).await?;
         let case = size.to_string();
         // The volumes with even numbers are attached.
-        let both = plugin.times(work, size / 2, |at| plugin.both(&volumes.guest_claim(2 * at + 1))).await?;
+        let both = plugin.times(work, size / 2, |at| plugin.both(volumes.guest_claim(2 * at + 1))).await?;
         report.times_of(&case, "not attached, both clusters", &both, &both_floor);
-        let management = plugin.times(work, size / 2, |at| plugin.management(&volumes.claim(2 * at))).await?;
+        let management = plugin.times(work, size / 2, |at| plugin.management(volumes.claim(2 * at))).await?;
         report.times_of(&case, "attached, one cluster", &management, &management_floor);
         if both_floor.is_empty() {
             (both_floor, management_floor) = (both, management);
@@ -119,13 +119,13 @@ impl Plugin {
     }
 
     /// Traces a claim of the guest with both clusters.
-    async fn both(&self, claim: &str) -> Result<()> {
-        self.trace(claim, &[&self.guest[..], &self.management].concat()).await
+    async fn both(&self, claim: String) -> Result<()> {
+        self.trace(&claim, &[&self.guest[..], &self.management].concat()).await
     }
 
     /// Traces a claim of the management cluster with that cluster only.
-    async fn management(&self, claim: &str) -> Result<()> {
-        self.trace(claim, &self.management).await
+    async fn management(&self, claim: String) -> Result<()> {
+        self.trace(&claim, &self.management).await
     }
 
     async fn trace(&self, claim: &str, clusters: &[String]) -> Result<()> {

@@ -66,9 +66,9 @@ impl<'a> PaperVolumes<'a> {
     pub(crate) async fn fill(&mut self, count: usize) -> Result<()> {
         let new: Vec<usize> = (self.count..count).collect();
         let attached: Vec<usize> = new.iter().copied().filter(|number| number % 2 == 0).collect();
-        concurrently(&new, |number| self.create(*number)).await?;
-        let vms: Vec<&[usize]> = attached.chunks(PER_VM).collect();
-        concurrently(&vms, |numbers| self.attach(numbers)).await?;
+        concurrently(new.clone(), |number| self.create(number)).await?;
+        let vms: Vec<Vec<usize>> = attached.chunks(PER_VM).map(<[usize]>::to_vec).collect();
+        concurrently(vms, |numbers| self.attach(numbers)).await?;
         let names = |name: &dyn Fn(usize) -> String| -> Vec<String> {
             new.iter().map(|number| name(*number)).collect()
         };
@@ -103,7 +103,7 @@ impl<'a> PaperVolumes<'a> {
     }
 
     /// Creates a VM with the entries and VolumeAttachments of these volumes.
-    async fn attach(&self, numbers: &[usize]) -> Result<()> {
+    async fn attach(&self, numbers: Vec<usize>) -> Result<()> {
         let client = &self.s.management;
         let first = numbers.first().copied().unwrap_or_default();
         let (name, uuid) = (format!("{}-vm-{first}", self.label), Uuid::new_v4().to_string());
@@ -204,9 +204,10 @@ fn is_bound(claim: &PersistentVolumeClaim) -> bool {
 }
 
 /// Does this for all items, some at once.
-async fn concurrently<'i, T, Working>(items: &'i [T], work: impl Fn(&'i T) -> Working) -> Result<()>
+async fn concurrently<T, Working>(items: Vec<T>, work: impl Fn(T) -> Working) -> Result<()>
 where
     Working: Future<Output = Result<()>>,
 {
-    stream::iter(items).map(work).buffer_unordered(AT_ONCE).try_collect::<Vec<()>>().await.map(drop)
+    let working = items.into_iter().map(work);
+    stream::iter(working).buffer_unordered(AT_ONCE).try_collect::<Vec<()>>().await.map(drop)
 }

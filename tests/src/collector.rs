@@ -74,7 +74,7 @@ impl Tls {
         let folder = tempfile::tempdir()?;
         let authority = Authority::new("collector")?;
         let pair = authority.server("collector", &["127.0.0.1"])?;
-        let other = Authority::new("collector")?.cert();
+        let other = Authority::new("another collector")?.cert();
         for (name, text) in [
             (CERTIFICATE, &pair.cert),
             (KEY, &pair.key),

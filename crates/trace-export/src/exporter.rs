@@ -53,7 +53,8 @@ fn describe(status: &Status) -> String {
     let mut cause = status.source();
     while let Some(error) = cause {
         let error_text = error.to_string();
-        if !text.contains(&error_text) {
+        // Tonic's own error says nothing more.
+        if error_text != "transport error" && !text.contains(&error_text) {
             text = format!("{text}: {error_text}");
         }
         cause = error.source();

@@ -24,11 +24,13 @@ pub(super) fn before_deletion(
     if annotation(object, ANNOTATION_DELETION_TRACEPARENT) == Some(&context) {
         return None;
     }
-    Some(json!({"metadata": {
-        "uid": object.uid,
-        "resourceVersion": version,
-        "annotations": {ANNOTATION_DELETION_TRACEPARENT: context},
-    }}))
+    let annotations = json!({ANNOTATION_DELETION_TRACEPARENT: context});
+    let mut patch = json!({"metadata": {"uid": object.uid, "annotations": annotations}});
+    // The API server refuses a patch that removes the resourceVersion.
+    if let Some(version) = version {
+        patch["metadata"]["resourceVersion"] = json!(version);
+    }
+    Some(patch)
 }
 
 fn annotation<'a>(object: &'a ObjectMeta, key: &str) -> Option<&'a str> {
@@ -77,5 +79,7 @@ mod tests {
             patch,
             json!({"metadata": {"uid": "u", "resourceVersion": "7", "annotations": annotations}})
         );
+        let patch = before_deletion(&ObjectMeta::default(), None, context.as_ref()).unwrap();
+        assert_eq!(patch["metadata"].get("resourceVersion"), None);
     }
 }

@@ -46,7 +46,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     // The page shows which sources are not current. The console is ready without them: it is needed most while they fail.
     let sources = Health::default();
     let watches = Watches::start(&client, &sources, &stop);
-    let pools = infra.map(|infra| pools::start(infra, sources.check("storage infra", "not read yet"), stop.clone()));
+    let pools =
+        infra.map(|infra| pools::start(infra, sources.check("storage infra", "not read yet"), stop.clone()));
     let late_after = SignedDuration::try_from(args.late_after)?;
     let site = Site::new(watches, sources, pools, late_after, stop.clone());
     let page = async {

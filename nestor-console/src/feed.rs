@@ -49,7 +49,8 @@ impl EventRow {
 }
 
 fn time(event: &Event) -> Option<Timestamp> {
-    let series = event.series.as_ref().and_then(|series| series.last_observed_time.as_ref()).map(|time| time.0);
+    let series =
+        event.series.as_ref().and_then(|series| series.last_observed_time.as_ref()).map(|time| time.0);
     let last = event.last_timestamp.as_ref().map(|time| time.0);
     let first = event.event_time.as_ref().map(|time| time.0);
     series.or(last).or(first).or_else(|| event.metadata.creation_timestamp.as_ref().map(|time| time.0))

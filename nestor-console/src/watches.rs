@@ -58,7 +58,8 @@ impl Watches {
         let check = |name: &str| sources.check(name, "not read yet");
         let claims = Informer::builder("PersistentVolumeClaims", Api::all(client.clone())).trim(trim_claim);
         let volumes = Informer::builder("PersistentVolumes", Api::all(client.clone())).trim(trim_volume);
-        let attachments = Informer::builder("VolumeAttachments", Api::all(client.clone())).trim(trim_attachment);
+        let attachments =
+            Informer::builder("VolumeAttachments", Api::all(client.clone())).trim(trim_attachment);
         let watches = Self {
             claims: claims.start(check("PersistentVolumeClaims"), stop.clone()),
             volumes: volumes.start(check("PersistentVolumes"), stop.clone()),
@@ -80,19 +81,24 @@ impl Watches {
     fn start_vms(&self, client: Client, sources: &Health, stop: CancellationToken) {
         let check = sources.check("VirtualMachines", "not read yet");
         let (started, first_seen) = (self.vms.clone(), self.first_seen.clone());
-        process_kit::supervise::background("start of the watch of VirtualMachines", stop.clone(), async move {
-            let choose = newest_virtual_machine_version;
-            let version = api_versions::wait_for_version(&client, VIRTUAL_MACHINE_GROUP, choose, &check, &stop);
-            let Some(version) = version.await else { return };
-            let api = Api::all_with(client, &virtual_machine_resource(version));
-            let vms = Informer::builder(format!("VirtualMachines ({version})"), api)
-                .trim(trim_vm)
-                .on_change(move |change: &Change<'_, VirtualMachine>| observe(&first_seen, change))
-                .start(check, stop.clone());
-            // Cannot fail: nothing else sets it.
-            let _ = started.set(vms);
-            stop.cancelled().await;
-        });
+        process_kit::supervise::background(
+            "start of the watch of VirtualMachines",
+            stop.clone(),
+            async move {
+                let choose = newest_virtual_machine_version;
+                let version =
+                    api_versions::wait_for_version(&client, VIRTUAL_MACHINE_GROUP, choose, &check, &stop);
+                let Some(version) = version.await else { return };
+                let api = Api::all_with(client, &virtual_machine_resource(version));
+                let vms = Informer::builder(format!("VirtualMachines ({version})"), api)
+                    .trim(trim_vm)
+                    .on_change(move |change: &Change<'_, VirtualMachine>| observe(&first_seen, change))
+                    .start(check, stop.clone());
+                // Cannot fail: nothing else sets it.
+                let _ = started.set(vms);
+                stop.cancelled().await;
+            },
+        );
     }
 }
 

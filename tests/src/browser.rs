@@ -104,7 +104,8 @@ impl Browser {
         let mut bytes = serde_json::to_vec(&message)?;
         bytes.push(0);
         self.input.lock().await.write_all(&bytes).await.context("chromium has ended")?;
-        let answer = tokio::time::timeout(PATIENCE, answer).await.with_context(|| format!("no answer to {method}"))?;
+        let answer =
+            tokio::time::timeout(PATIENCE, answer).await.with_context(|| format!("no answer to {method}"))?;
         let mut answer = answer.with_context(|| format!("chromium ended during {method}"))?;
         match answer.get("error") {
             Some(error) => bail!("{method}: {error}"),
@@ -116,7 +117,8 @@ impl Browser {
     pub async fn open(&self, url: &str) -> Result<()> {
         let opened = self.call("Page.navigate", json!({"url": url})).await?;
         anyhow::ensure!(opened.get("errorText").is_none(), "{url}: {opened}");
-        self.waits_for(&format!("document.readyState === 'complete' && location.href === {}", json!(url))).await
+        self.waits_for(&format!("document.readyState === 'complete' && location.href === {}", json!(url)))
+            .await
     }
 
     /// The value of an expression.

@@ -101,11 +101,7 @@ fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Resul
             flag: "--kubeconfig",
             arguments: owned(&["--kubeconfig", wrong]),
         },
-        Case {
-            program: "nestor-console",
-            flag: "--kubeconfig",
-            arguments: owned(&["--kubeconfig", wrong]),
-        },
+        Case { program: "nestor-console", flag: "--kubeconfig", arguments: owned(&["--kubeconfig", wrong]) },
     ])
 }
 

@@ -147,7 +147,9 @@ async fn other_methods_and_foreign_host_names_are_refused() -> Result<()> {
         let foreign = console.request("GET", "/", "console.attacker.example").await?;
         assert_eq!(foreign.status, 421, "{foreign:?}");
         ensure!(!foreign.body.contains("<html"), "{foreign:?}");
-        for (path, status) in [("/", 200), ("/console.js", 200), ("/console.css", 200), ("/no-such-path", 404)] {
+        for (path, status) in
+            [("/", 200), ("/console.js", 200), ("/console.css", 200), ("/no-such-path", 404)]
+        {
             let answer = console.request("GET", path, "127.0.0.1").await?;
             assert_eq!(answer.status, status, "{path}: {answer:?}");
             for header in ["content-security-policy: default-src 'none'", "x-content-type-options: nosniff"] {
@@ -179,14 +181,16 @@ async fn the_pools_are_shown_with_the_storage_infra_and_otherwise_why_not() -> R
 async fn its_account_reads_what_the_page_shows_and_nothing_else() -> Result<()> {
     run(|s| async move {
         let kubeconfig = management_cluster(&s)?.kubeconfig_of("nestor-console");
-        let client = kube_kit::client::connect("management", "--kubeconfig", Some(&kubeconfig), "tests").await?;
+        let client =
+            kube_kit::client::connect("management", "--kubeconfig", Some(&kubeconfig), "tests").await?;
         let claims: Api<PersistentVolumeClaim> = Api::all(client.clone());
         claims.list(&ListParams::default().limit(1)).await?;
         let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::all(client.clone());
         let error = secrets.list(&ListParams::default()).await.err().context("it lists Secrets")?;
         ensure!(error.to_string().contains("forbidden"), "{error}");
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(client, &s.namespace);
-        let error = claims.delete("any", &DeleteParams::default()).await.err().context("it deletes claims")?;
+        let error =
+            claims.delete("any", &DeleteParams::default()).await.err().context("it deletes claims")?;
         ensure!(error.to_string().contains("forbidden"), "{error}");
         Ok(())
     })

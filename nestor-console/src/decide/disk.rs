@@ -1,6 +1,8 @@
 //! One disk of a VM on its way from `spec.volumes` over the VolumeAttachment to `status.volumes`: where it waits, and why.
 
-use crds::{AttachError, VirtualMachine, VirtualMachineVolumeStatus, VolumeAttachment, VolumeAttachmentStatus};
+use crds::{
+    AttachError, VirtualMachine, VirtualMachineVolumeStatus, VolumeAttachment, VolumeAttachmentStatus,
+};
 
 use super::{Since, State, Verdict, created, deleted};
 
@@ -250,8 +252,7 @@ mod tests {
         use State::{Ok, Waiting};
         let vm = vm("PoweredOn");
         let seen = Since::at_least(time("2026-01-01T00:00:00Z").time);
-        let mut facts =
-            Facts { vm: Some(&vm), requested: true, first_seen: Some(seen), ..Facts::default() };
+        let mut facts = Facts { vm: Some(&vm), requested: true, first_seen: Some(seen), ..Facts::default() };
         assert_eq!(states(&facts), [Ok, Waiting, Waiting]);
         let verdict = decide(&facts);
         assert_eq!((verdict.state, verdict.since), (Waiting, Some(seen)));
@@ -284,7 +285,8 @@ mod tests {
     #[test]
     fn a_failed_attach_has_cause_time_and_remedy() {
         let vm = vm("PoweredOn");
-        let error = json!({"reason": "VolumeInUse", "message": "it is on vm-2", "time": "2026-01-01T00:00:09Z"});
+        let error =
+            json!({"reason": "VolumeInUse", "message": "it is on vm-2", "time": "2026-01-01T00:00:09Z"});
         let failed = attachment(None, json!({"error": error}));
         let shown = disk(json!({"name": "pvc-1", "attached": false, "error": "VolumeInUse: it is on vm-2"}));
         let facts = Facts {
@@ -304,8 +306,7 @@ mod tests {
     #[test]
     fn a_vm_that_cannot_take_the_disk_is_the_cause() {
         let (off, new) = (vm("PoweredOff"), attachment(None, json!({})));
-        let facts =
-            Facts { vm: Some(&off), requested: true, attachment: Some(&new), ..Facts::default() };
+        let facts = Facts { vm: Some(&off), requested: true, attachment: Some(&new), ..Facts::default() };
         assert_eq!(decide(&facts).cause.as_deref(), Some("the VM does not run"));
         let mut nameless = vm("PoweredOn");
         nameless.status = None;
@@ -321,12 +322,8 @@ mod tests {
         let vm = vm("PoweredOn");
         let attached = attachment(None, json!({"attached": true}));
         let shown = disk(json!({"name": "pvc-1:detaching", "attached": true}));
-        let mut facts = Facts {
-            vm: Some(&vm),
-            attachment: Some(&attached),
-            reported: Some(&shown),
-            ..Facts::default()
-        };
+        let mut facts =
+            Facts { vm: Some(&vm), attachment: Some(&attached), reported: Some(&shown), ..Facts::default() };
         assert_eq!(states(&facts), [State::Idle, State::Waiting, State::Waiting]);
         assert!(decide(&facts).cause.unwrap().contains("removed"));
         let ending = attachment(Some("2026-01-01T00:01:00Z"), json!({"attached": true}));

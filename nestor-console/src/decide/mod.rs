@@ -181,7 +181,8 @@ mod tests {
     #[test]
     fn a_recent_warning_explains_a_wait_and_an_old_one_does_not() {
         let waiting = || Verdict::new(State::Waiting, "Pending").next("wait");
-        let failed = waiting().explained_by(Some(&warning("ProvisioningFailed", "exceeded quota", ago(1))), NOW);
+        let failed =
+            waiting().explained_by(Some(&warning("ProvisioningFailed", "exceeded quota", ago(1))), NOW);
         assert_eq!(failed.state, State::Failed);
         assert_eq!(failed.cause.as_deref(), Some("ProvisioningFailed: exceeded quota"));
         assert!(failed.next.unwrap().contains("ResourceQuota"));

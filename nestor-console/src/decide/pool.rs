@@ -11,7 +11,9 @@ const NEARLY_FULL: u64 = 90;
 pub fn decide(pool: &Pool) -> Verdict {
     if !pool.healthy {
         let why = pool.message.as_deref().unwrap_or("no message");
-        return Verdict::new(State::Failed, "unhealthy").because(why).next("see docs/guides/recover-the-infra.md");
+        return Verdict::new(State::Failed, "unhealthy")
+            .because(why)
+            .next("see docs/guides/recover-the-infra.md");
     }
     if pool.full {
         return Verdict::new(State::Failed, "full")

@@ -18,10 +18,13 @@ pub fn of_claim(claim: &PersistentVolumeClaim, on: &[String]) -> Verdict {
     let since = created(&claim.metadata);
     match claim.status.phase.as_deref() {
         Some("Bound") => bound(claim).since(since),
-        Some("Lost") => Verdict::new(State::Failed, "Lost").since(since).because("its PersistentVolume is gone").next(
-            "restore the PersistentVolume; `storage-infra volume list` shows whether the bytes exist",
-        ),
-        phase => Verdict::new(State::Waiting, phase.unwrap_or("Pending")).since(since).next(CHECK_PROVISIONER),
+        Some("Lost") => Verdict::new(State::Failed, "Lost")
+            .since(since)
+            .because("its PersistentVolume is gone")
+            .next("restore the PersistentVolume; `storage-infra volume list` shows whether the bytes exist"),
+        phase => {
+            Verdict::new(State::Waiting, phase.unwrap_or("Pending")).since(since).next(CHECK_PROVISIONER)
+        }
     }
 }
 
@@ -43,7 +46,10 @@ fn bound(claim: &PersistentVolumeClaim) -> Verdict {
         .unwrap_or_else(|| Verdict::new(State::Ok, "Bound"))
 }
 
-fn condition<'a>(claim: &'a PersistentVolumeClaim, type_: &str) -> Option<&'a PersistentVolumeClaimCondition> {
+fn condition<'a>(
+    claim: &'a PersistentVolumeClaim,
+    type_: &str,
+) -> Option<&'a PersistentVolumeClaimCondition> {
     claim.status.conditions.iter().find(|condition| condition.type_ == type_)
 }
 
@@ -57,7 +63,8 @@ fn orphaned(claim: &PersistentVolumeClaim) -> Option<Verdict> {
     let annotations = claim.metadata.annotations.as_ref()?;
     annotations.get(ANNOTATION_ORPHANED_SINCE)?;
     let reason = annotations.get(ANNOTATION_ORPHANED_REASON).map_or("no reason given", String::as_str);
-    let verdict = Verdict::new(State::Warning, "orphaned").because(format!("nothing in its guest refers to it: {reason}"));
+    let verdict = Verdict::new(State::Warning, "orphaned")
+        .because(format!("nothing in its guest refers to it: {reason}"));
     Some(verdict.next("see docs/guides/repair.md"))
 }
 
@@ -69,9 +76,13 @@ fn expansion(claim: &PersistentVolumeClaim) -> Option<Verdict> {
             waits.next("the filesystem is expanded when a pod of the guest uses the volume")
         }
         state if state.ends_with("Infeasible") || state.ends_with("Failed") => {
-            Verdict::new(State::Warning, "expansion failed").because(state).next("see the events of the claim")
+            Verdict::new(State::Warning, "expansion failed")
+                .because(state)
+                .next("see the events of the claim")
         }
-        _ => waits.next("if it takes long, check that csi-resizer and mgmt-csi run in the management cluster"),
+        _ => {
+            waits.next("if it takes long, check that csi-resizer and mgmt-csi run in the management cluster")
+        }
     })
 }
 
@@ -92,10 +103,11 @@ pub fn of_released(volume: &PersistentVolume) -> Verdict {
     let phase = volume.status.phase.as_deref().unwrap_or("Pending");
     let since = deleted(&volume.metadata);
     match (phase, is_kept) {
-        ("Failed", _) => Verdict::new(State::Failed, "deletion failed").next("see the events of the PersistentVolume"),
-        ("Released", true) => {
-            Verdict::new(State::Idle, "Released, kept by policy Retain").next("see docs/guides/reclaim-policy.md")
+        ("Failed", _) => {
+            Verdict::new(State::Failed, "deletion failed").next("see the events of the PersistentVolume")
         }
+        ("Released", true) => Verdict::new(State::Idle, "Released, kept by policy Retain")
+            .next("see docs/guides/reclaim-policy.md"),
         ("Released", false) => {
             Verdict::new(State::Waiting, "being deleted").since(since).next(CHECK_PROVISIONER)
         }
@@ -153,7 +165,10 @@ mod tests {
         let ending = claim(json!({"deletionTimestamp": "2026-01-01T00:00:00Z"}), json!({"phase": "Bound"}));
         assert_eq!(of_claim(&ending, &[]).cause, None);
         let verdict = of_claim(&ending, &["vm-1".to_owned()]);
-        assert_eq!((verdict.state, verdict.cause.as_deref()), (State::Waiting, Some("it is attached to vm-1")));
+        assert_eq!(
+            (verdict.state, verdict.cause.as_deref()),
+            (State::Waiting, Some("it is attached to vm-1"))
+        );
     }
 
     #[test]

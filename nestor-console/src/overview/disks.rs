@@ -60,7 +60,10 @@ pub(super) fn rows(inputs: &Inputs, known: &Known<'_>, clock: Clock) -> Vec<Disk
     let mut rows = Vec::new();
     let mut left: BTreeMap<(Key, String), Disk<'_>> = BTreeMap::new();
     for vm in &inputs.vms {
-        rows.extend(requested(vm, &mut attachments).map(|(entry, disk)| row(inputs, known, clock, &entry, &Key::of(&**vm), disk)));
+        rows.extend(
+            requested(vm, &mut attachments)
+                .map(|(entry, disk)| row(inputs, known, clock, &entry, &Key::of(&**vm), disk)),
+        );
         for (entry, reported) in removed(vm) {
             let disk = left.entry((Key::of(&**vm), entry.to_owned())).or_default();
             (disk.vm, disk.reported) = (Some(&**vm), Some(reported));
@@ -148,14 +151,18 @@ fn row(inputs: &Inputs, known: &Known<'_>, clock: Clock, entry: &str, vm: &Key, 
         entry: entry.to_owned(),
         claim: disk.claim.map(str::to_owned),
         stages: stages(&facts),
-        is_attached: disk.attachment.and_then(|one| one.status.as_ref()).is_some_and(|status| status.attached),
+        is_attached: disk
+            .attachment
+            .and_then(|one| one.status.as_ref())
+            .is_some_and(|status| status.attached),
         verdict,
     }
 }
 
 /// The guest of a disk: that of its claim, or of the VM.
 fn guest_of<'a>(known: &Known<'a>, vm: &Key, disk: Disk<'a>) -> Option<&'a String> {
-    let claim = disk.claim.and_then(|claim| known.claims.get(&Key::new(vm.namespace.clone(), claim)).copied());
+    let claim =
+        disk.claim.and_then(|claim| known.claims.get(&Key::new(vm.namespace.clone(), claim)).copied());
     let of_claim = claim.and_then(|claim| guest(&claim.metadata));
     let of_attachment = disk.attachment.and_then(|one| guest(&one.metadata));
     of_claim.or(of_attachment).or_else(|| guest(&disk.vm?.metadata))

@@ -50,7 +50,12 @@ impl Row for GuestRow {
 }
 
 /// The rows of all guests, those in the worst state first.
-pub(super) fn rows(inputs: &Inputs, known: &Known<'_>, disks: &[DiskRow], volumes: &[VolumeRow]) -> Vec<GuestRow> {
+pub(super) fn rows(
+    inputs: &Inputs,
+    known: &Known<'_>,
+    disks: &[DiskRow],
+    volumes: &[VolumeRow],
+) -> Vec<GuestRow> {
     let mut guests: BTreeMap<Option<String>, GuestRow> = BTreeMap::new();
     for row in volumes {
         let guest = guests.entry(row.guest.clone()).or_default();

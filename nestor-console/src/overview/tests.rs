@@ -59,7 +59,8 @@ fn volume(name: &str, claim: &str, phase: &str) -> Arc<PersistentVolume> {
 }
 
 fn inputs() -> Inputs {
-    let attached = json!([{"name": "pvc-1", "attached": true}, {"name": "pvc-3:detaching", "attached": true}]);
+    let attached =
+        json!([{"name": "pvc-1", "attached": true}, {"name": "pvc-3:detaching", "attached": true}]);
     Inputs {
         vms: vec![vm("vm-1", &["pvc-1"], attached), vm("vm-2", &["pvc-2"], json!([]))],
         attachments: vec![
@@ -134,7 +135,8 @@ fn volumes_are_claims_of_guests_and_what_remains_of_deleted_ones() {
     assert_eq!((rows[1].on.clone(), rows[1].bytes), (vec!["vm-1".to_owned()], Some(1 << 30)));
     assert_eq!(rows[1].guest_claim.as_deref(), Some("shop/data"));
     let mut foreign = inputs();
-    foreign.claims = vec![object(json!({"metadata": {"name": "x", "namespace": "n"}, "status": {"phase": "Bound"}}))];
+    foreign.claims =
+        vec![object(json!({"metadata": {"name": "x", "namespace": "n"}, "status": {"phase": "Bound"}}))];
     let rows = Overview::of(&foreign, clock()).volumes;
     assert!(rows.iter().all(|row| row.claim.is_none()), "{rows:?}");
 }
@@ -153,6 +155,7 @@ fn a_guest_sums_up_its_objects() {
 #[test]
 fn texts_of_a_row_are_found() {
     let overview = Overview::of(&inputs(), clock());
-    let found = |text: &str| overview.volumes.iter().filter(|row| Filter::new(text, false).accepts(*row)).count();
+    let found =
+        |text: &str| overview.volumes.iter().filter(|row| Filter::new(text, false).accepts(*row)).count();
     assert_eq!((found("shop/data"), found("vm-1"), found("guest-b pvc-2"), found("nothing")), (3, 2, 1, 0));
 }

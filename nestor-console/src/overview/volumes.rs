@@ -50,7 +50,8 @@ pub(super) fn rows(inputs: &Inputs, known: &Known<'_>, clock: Clock) -> Vec<Volu
     let claims = inputs.claims.iter().filter(|claim| is_ours(known, claim));
     let claims = claims.map(|claim| of(inputs, known, claim, &on, clock));
     let released = inputs.volumes.iter().filter(|volume| is_nestors(volume) && !is_bound(known, volume));
-    let mut rows: Vec<VolumeRow> = claims.chain(released.map(|volume| without_claim(inputs, volume, clock))).collect();
+    let mut rows: Vec<VolumeRow> =
+        claims.chain(released.map(|volume| without_claim(inputs, volume, clock))).collect();
     rows.sort_by(|a, b| {
         let by_state = b.verdict.state.cmp(&a.verdict.state);
         by_state.then_with(|| (&a.claim, &a.volume).cmp(&(&b.claim, &b.volume)))
@@ -86,9 +87,11 @@ fn is_nestors(volume: &PersistentVolume) -> bool {
 
 /// Whether the claim that the volume names exists and names the volume.
 fn is_bound(known: &Known<'_>, volume: &PersistentVolume) -> bool {
-    let claim = volume.spec.claim_ref.as_ref().and_then(|claim| {
-        known.claims.get(&Key::new(claim.namespace.clone()?, claim.name.clone()?))
-    });
+    let claim = volume
+        .spec
+        .claim_ref
+        .as_ref()
+        .and_then(|claim| known.claims.get(&Key::new(claim.namespace.clone()?, claim.name.clone()?)));
     claim.is_some_and(|claim| claim.spec.volume_name.as_deref() == Some(name(&volume.metadata)))
 }
 
@@ -102,7 +105,8 @@ fn of(
     let key = Key::of(claim);
     let on = on.get(&key).cloned().unwrap_or_default();
     let warning = inputs.warnings.about("PersistentVolumeClaim", &key);
-    let verdict = of_claim(claim, &on).explained_by(warning, clock.now).late_after(clock.late_after, clock.now);
+    let verdict =
+        of_claim(claim, &on).explained_by(warning, clock.now).late_after(clock.late_after, clock.now);
     let capacity = volume_of(known, claim).and_then(|volume| volume.spec.capacity);
     VolumeRow {
         guest: guest(&claim.metadata).cloned(),

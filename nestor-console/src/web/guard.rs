@@ -84,10 +84,19 @@ mod tests {
     #[test]
     fn addresses_localhost_and_named_hosts_are_allowed() {
         let hosts = Hosts::new(&["Console.example".to_owned()]);
-        for host in ["localhost", "LOCALHOST:8088", "127.0.0.1:8088", "[::1]:8088", "[::1]", "console.example:443"] {
+        for host in
+            ["localhost", "LOCALHOST:8088", "127.0.0.1:8088", "[::1]:8088", "[::1]", "console.example:443"]
+        {
             assert!(hosts.allow(host), "{host}");
         }
-        for host in ["", "evil.example", "evil.example:8088", "127.0.0.1.evil.example", "localhost.evil.example", "::1:x"] {
+        for host in [
+            "",
+            "evil.example",
+            "evil.example:8088",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "::1:x",
+        ] {
             assert!(!hosts.allow(host), "{host}");
         }
     }

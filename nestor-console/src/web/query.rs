@@ -114,14 +114,17 @@ impl View {
 
 /// Parameters of a URL.
 fn encode(parameters: impl IntoIterator<Item = (&'static str, String)>) -> String {
-    let parameters = parameters.into_iter().map(|(name, value)| format!("{name}={}", percent_encoded(&value)));
+    let parameters =
+        parameters.into_iter().map(|(name, value)| format!("{name}={}", percent_encoded(&value)));
     parameters.collect::<Vec<_>>().join("&")
 }
 
 fn percent_encoded(text: &str) -> String {
     text.bytes()
         .map(|byte| match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => char::from(byte).to_string(),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                char::from(byte).to_string()
+            }
             _ => format!("%{byte:02X}"),
         })
         .collect()
@@ -137,7 +140,12 @@ mod tests {
 
     #[test]
     fn values_that_make_no_sense_are_absent() {
-        let odd = Parameters { disks: "-3".into(), volumes: "x".into(), after: "?".into(), ..Parameters::default() };
+        let odd = Parameters {
+            disks: "-3".into(),
+            volumes: "x".into(),
+            after: "?".into(),
+            ..Parameters::default()
+        };
         let view = view(odd);
         assert_eq!((view.page(Table::Disks), view.page(Table::Volumes), view.after), (1, 1, 0));
         let long = Parameters { q: "ü".repeat(500), ..Parameters::default() };
@@ -146,7 +154,12 @@ mod tests {
 
     #[test]
     fn a_link_keeps_the_filter_and_the_other_pages() {
-        let parameters = Parameters { q: "a&b=<c>".into(), show: "open".into(), disks: "3".into(), ..Parameters::default() };
+        let parameters = Parameters {
+            q: "a&b=<c>".into(),
+            show: "open".into(),
+            disks: "3".into(),
+            ..Parameters::default()
+        };
         let view = view(parameters);
         assert_eq!(view.link(Table::Volumes, 2), "?q=a%26b%3D%3Cc%3E&show=open&disks=3&volumes=2#volumes");
         assert_eq!(view.link(Table::Disks, 1), "?q=a%26b%3D%3Cc%3E&show=open#disks");

@@ -30,8 +30,10 @@ const PACKAGES: [(&str, &str); 18] = [
 ];
 
 /// What only the test of the console's page in a browser needs.
-const BROWSER: [(&str, &str); 2] =
-    [("chromium", "test of the console's page"), ("fonts-liberation2", "text in the test of the console's page")];
+const BROWSER: [(&str, &str); 2] = [
+    ("chromium", "test of the console's page"),
+    ("fonts-liberation2", "text in the test of the console's page"),
+];
 
 /// Ensures that all packages of a lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {

@@ -115,5 +115,8 @@ fn a_page_of_many_volumes_is_bounded() {
     let page = render(&model).into_string();
     assert_eq!(page.matches("<code>pvc-").count(), 50);
     assert!(page.contains("pvc-00100") && page.contains("Page 3 of 200"), "{page}");
-    assert!(page.contains("href=\"?volumes=4#volumes\"") && page.contains("href=\"?volumes=2#volumes\""), "{page}");
+    assert!(
+        page.contains("href=\"?volumes=4#volumes\"") && page.contains("href=\"?volumes=2#volumes\""),
+        "{page}"
+    );
 }

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Context;
-use infra_api::InfraArgs;
 use jiff::SignedDuration;
 use kube_kit::client::KubeconfigArgs;
 use kube_kit::health::Health;
@@ -14,6 +13,7 @@ use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
+use crate::infra::InfraArgs;
 use crate::pools;
 use crate::watches::Watches;
 use crate::web::{Hosts, Site, serve};
@@ -36,13 +36,13 @@ pub struct Args {
     #[command(flatten)]
     http: HttpArgs,
     #[command(flatten, next_help_heading = "Storage infra, for the pools")]
-    infra: Option<InfraArgs>,
+    infra: InfraArgs,
 }
 
 /// Runs the console until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let client = args.cluster.connect("nestor-console").await?;
-    let infra = args.infra.as_ref().map(InfraArgs::client).transpose()?;
+    let infra = args.infra.client()?;
     // The page shows which sources are not current. The console is ready without them: it is needed most while they fail.
     let sources = Health::default();
     let watches = Watches::start(&client, &sources, &stop);

@@ -5,6 +5,7 @@ pub mod app;
 pub mod decide;
 pub mod feed;
 pub mod first_seen;
+pub mod infra;
 pub mod overview;
 pub mod pools;
 pub mod watches;

@@ -69,12 +69,12 @@ async fn events_arrive_as_they_happen_and_after_a_reconnect() -> Result<()> {
         let (one, two) = (unique("one"), unique("two"));
         let mut stream = console.events(&format!("?q={}", namespace.name)).await?;
         warn(&s.management, &namespace.name, "a", "TestOfEvents", &one).await?;
+        let id = stream.line_with("id:").await?;
+        let id = id.trim_start_matches("id:").trim();
         let event = stream.line_with(&one).await?;
         let event: Value = serde_json::from_str(event.trim_start_matches("data:"))?;
         assert_eq!(event["object"], format!("PersistentVolumeClaim {}/a", namespace.name));
         assert_eq!((&event["type"], &event["reason"]), (&json!("Warning"), &json!("TestOfEvents")));
-        let id = stream.line_with("id:").await?;
-        let id = id.trim_start_matches("id:").trim();
         drop(stream);
 
         warn(&s.management, &namespace.name, "a", "TestOfEvents", &two).await?;

@@ -43,13 +43,13 @@ pub struct Args {
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let client = args.cluster.connect("nestor-console").await?;
     let infra = args.infra.client()?;
-    // The page shows which sources are not current. The console is ready without them: it is needed most while they fail.
+    // What the page is made from, and so the checks of /readyz. The page is served also while some fail, and says which.
     let sources = Health::default();
     let watches = Watches::start(&client, &sources, &stop);
     let pools =
         infra.map(|infra| pools::start(infra, sources.check("storage infra", "not read yet"), stop.clone()));
     let late_after = SignedDuration::try_from(args.late_after)?;
-    let site = Site::new(watches, sources, pools, late_after, stop.clone());
+    let site = Site::new(watches, sources.clone(), pools, late_after, stop.clone());
     let page = async {
         let _all_stop = stop.clone().drop_guard();
         let served = serve(args.listen, Hosts::new(&args.host), site).await;
@@ -59,7 +59,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let Some(address) = args.http.http_listen else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
         let registry = Registry::with_prefix("nestor_console");
-        let served = http::serve(address, Health::default(), Health::default(), registry, stop.clone()).await;
+        let served = http::serve(address, Health::default(), sources, registry, stop.clone()).await;
         served.with_context(|| format!("failed to serve health and metrics on {address}"))
     };
     let (page, health) = tokio::join!(page, health);

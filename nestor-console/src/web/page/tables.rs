@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use maud::{Markup, html};
 
-use super::super::query::Table;
+use super::super::query::{Table, View};
 use super::Model;
 use super::parts::{badge, explanation, heading, pager, safe, scrollable, search_link, since, size};
 use crate::decide::State;
@@ -80,12 +80,12 @@ pub(super) fn volumes(model: &Model) -> Markup {
     let table = html! {
         table {
             thead { tr {
-                th scope="col" { "Volume" } th scope="col" { "Guest's claim" } th.number scope="col" { "Size" }
+                th scope="col" { "Volume" } th scope="col" { "Guest" } th scope="col" { "Guest's claim" } th.number scope="col" { "Size" }
                 th scope="col" { "Class" } th scope="col" { "On VM" } th scope="col" { "State" }
                 th scope="col" { "Since" } th scope="col" { "Why, and what next" }
             } }
             tbody { @for row in page.rows { (volume_row(row, model.clock.now)) } }
-            @if page.rows.is_empty() { (empty(8, "volumes")) }
+            @if page.rows.is_empty() { (empty(9, "volumes")) }
         }
     };
     html! {
@@ -101,7 +101,8 @@ fn volume_row(row: &VolumeRow, now: Timestamp) -> Markup {
     html! {
         tr {
             th scope="row" { (volume_name(row)) }
-            td { (safe(row.guest_claim.as_deref().unwrap_or("–"))) @if let Some(guest) = &row.guest { " " span.dim { "of " (guest_link(guest)) } } }
+            td { @if let Some(guest) = &row.guest { (guest_link(guest)) } }
+            td { (safe(row.guest_claim.as_deref().unwrap_or_default())) }
             td.number { @if let Some(bytes) = row.bytes { (size(bytes)) } }
             td { (safe(row.class.as_deref().unwrap_or_default())) }
             td { @for vm in &row.on { (search_link(vm)) " " } }
@@ -125,7 +126,7 @@ fn volume_name(row: &VolumeRow) -> Markup {
 /// A guest by the beginning of its cluster ID, which usually is a UUID.
 fn guest_link(id: &str) -> Markup {
     let short: String = id.chars().take(8).collect();
-    html! { a href=(super::super::query::View::search(id)) title=(safe(id)) { (safe(&short)) } }
+    html! { a href=(View::search(id)) title=(safe(id)) { (safe(&short)) } }
 }
 
 /// The guests.

@@ -4,10 +4,12 @@
 //! A test is a [`run`] of a [`Scenario`]. The scenario removes its objects when the test ends, and the test fails if
 //! either tier or the storage infra still holds any of them.
 
+pub mod browser;
 pub mod bytes;
 pub mod chart;
 mod cleanup;
 pub mod collector;
+pub mod console;
 pub mod crash;
 pub mod docs;
 pub mod driver;

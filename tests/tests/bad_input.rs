@@ -15,11 +15,12 @@ use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::Code;
 
 /// Each program with its server subcommand.
-const SERVERS: [(&str, &[&str]); 5] = [
+const SERVERS: [(&str, &[&str]); 6] = [
     ("gc-csi", &[]),
     ("gc-csi-node", &[]),
     ("mgmt-csi", &[]),
     ("vm-operator-shim", &[]),
+    ("nestor-console", &[]),
     ("storage-infra", &["serve"]),
 ];
 
@@ -100,6 +101,7 @@ fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Resul
             flag: "--kubeconfig",
             arguments: owned(&["--kubeconfig", wrong]),
         },
+        Case { program: "nestor-console", flag: "--kubeconfig", arguments: owned(&["--kubeconfig", wrong]) },
     ])
 }
 

@@ -12,10 +12,11 @@ use tests::{Scenario, run};
 use tokio::process::Command;
 
 /// The programs of each image, with arguments that print their version.
-const STARTS: [(&str, &[&[&str]]); 5] = [
+const STARTS: [(&str, &[&[&str]]); 6] = [
     ("gc-csi", &[&["/usr/local/bin/gc-csi", "--version"]]),
     ("mgmt-csi", &[&["/usr/local/bin/mgmt-csi", "--version"]]),
     ("vm-operator-shim", &[&["/usr/local/bin/vm-operator-shim", "--version"]]),
+    ("nestor-console", &[&["/usr/local/bin/nestor-console", "--version"]]),
     (
         "gc-csi-node",
         &[

@@ -11,6 +11,7 @@ mod backup;
 mod bad_input;
 mod charts;
 mod clone;
+mod console;
 mod crash;
 mod deployed;
 mod disturb_parts;

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, ensure};
+use tests::console::Console;
 use tests::run;
 
 const PAGE: &str = include_str!("../../docs/reference/metrics.md");
@@ -33,18 +34,22 @@ async fn every_metric_is_documented_with_its_type_and_labels_and_every_documente
         s.driver.unpublish(&handle, &node.name).await?;
         let plugin = s.lab.spawn_node_plugin(&node).await?;
         let plugins = ("gc_csi_node", plugin.component.clone());
+        let console = Console::start(&s).await?;
 
+        let components = PROGRAMS.map(|(program, component)| (program, component.to_owned()));
+        let mut texts = vec![("console", console.process.get("/metrics").await?.1)];
+        for (program, component) in components.into_iter().chain([plugins]) {
+            texts.push((program, s.lab.metrics(&component).await?));
+        }
         let mut seen = BTreeSet::new();
-        for (program, component) in
-            PROGRAMS.map(|(program, component)| (program, component.to_owned())).into_iter().chain([plugins])
-        {
-            let served = served(&s.lab.metrics(&component).await?)?;
-            ensure!(!served.is_empty(), "{component} serves no metrics");
+        for (program, text) in texts {
+            let served = served(&text)?;
+            ensure!(!served.is_empty(), "{program} serves no metrics");
             for (name, metric) in served {
                 let known =
                     documented.get(&name).or_else(|| documented.get(&name.replace(program, "PROGRAM")));
                 let known =
-                    known.with_context(|| format!("{component} serves {name}, which is not documented"))?;
+                    known.with_context(|| format!("{program} serves {name}, which is not documented"))?;
                 assert_eq!(known.kind, metric.kind, "{name}");
                 // A metric without samples yet shows no labels.
                 assert!(metric.labels.is_empty() || metric.labels == known.labels, "{name}: {metric:?}");

@@ -54,6 +54,8 @@ enum Verb {
         #[arg(required = true)]
         components: Vec<String>,
     },
+    /// Start the console, unless it runs, and print the address of its page.
+    Console,
     /// Run kubectl against a cluster of the lab.
     Kubectl {
         /// `mgmt`, `guest` (guest g1), or the name of a guest.
@@ -120,6 +122,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Status => Ok(exit_code(status(&run).await?)),
         Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
         Verb::Restart { components } => restart(run, &components).await,
+        Verb::Console => console(run).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
         Verb::Demo { keep, deployed, kubernetes } => {
             let options = UpOptions { deployed, kubernetes, ..UpOptions::default() };
@@ -156,6 +159,11 @@ async fn restart(run: Run, components: &[String]) -> Result<ExitCode> {
         lab.restart(component).await?;
         say(format!("restarted {component}"));
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn console(run: Run) -> Result<ExitCode> {
+    say(Lab::open(run)?.console().await?);
     Ok(ExitCode::SUCCESS)
 }
 

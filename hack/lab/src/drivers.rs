@@ -1,4 +1,4 @@
-//! Nestor's components: both drivers with their sidecars, and vm-operator-shim.
+//! Nestor's components: both drivers with their sidecars, vm-operator-shim, and nestor-console on request.
 
 use std::path::{Path, PathBuf};
 
@@ -164,6 +164,26 @@ fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Component>
     let kubeconfig = text(&cluster.kubeconfig_of("vm-operator-shim"));
     let mut words = argv(&state.binaries, "vm-operator-shim", &[("kubeconfig", kubeconfig)]);
     words.extend(replica.lease(MANAGEMENT_NAMESPACE));
+    Ok(component(words, ports::free(1)?[0], None))
+}
+
+/// The console, which serves its page on `listen`.
+pub(crate) fn console(state: &State, listen: &str) -> Result<Component> {
+    let cluster = state.management.as_ref().context("no management cluster")?;
+    let infra = state.infra.as_ref().context("no storage infra")?;
+    let file = |name: &str| text(&infra.pki.join(name));
+    let words = argv(
+        &state.binaries,
+        "nestor-console",
+        &[
+            ("listen", listen.to_owned()),
+            ("kubeconfig", text(&cluster.kubeconfig_of("nestor-console"))),
+            ("infra-url", infra.url.clone()),
+            ("infra-ca", file("ca.crt")),
+            ("infra-cert", file("client.crt")),
+            ("infra-key", file("client.key")),
+        ],
+    );
     Ok(component(words, ports::free(1)?[0], None))
 }
 

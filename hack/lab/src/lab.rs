@@ -8,7 +8,10 @@ use crate::audit::Audit;
 use crate::process::Process;
 use crate::run::Run;
 use crate::state::{Cluster, Component, Guest, Infra, State};
-use crate::{drivers, infra, kubeconfig, vm};
+use crate::{drivers, infra, kubeconfig, ports, vm};
+
+/// The component that [`Lab::console`] starts.
+const CONSOLE: &str = "nestor-console";
 
 /// A running lab.
 #[derive(Debug, Clone)]
@@ -149,6 +152,18 @@ impl Lab {
 
     pub(crate) fn infra_record(&self) -> Result<&Infra> {
         self.state.infra.as_ref().context("the lab has no storage infra")
+    }
+
+    /// Starts the console if it does not run, and returns the URL of its page.
+    pub async fn console(&self) -> Result<String> {
+        if let Ok(known) = self.component(CONSOLE) {
+            self.run.start(CONSOLE).await?;
+            let address = known.argv.iter().find_map(|word| word.strip_prefix("--listen="));
+            return Ok(format!("http://{}/", address.context("the console has no --listen")?));
+        }
+        let address = format!("127.0.0.1:{}", ports::free(1)?[0]);
+        self.run.launch(CONSOLE, drivers::console(&self.state, &address)?).await?;
+        Ok(format!("http://{address}/"))
     }
 
     // ---- components ----

@@ -4,16 +4,15 @@ mod attachments;
 pub mod claims;
 mod management;
 mod nodes;
-pub mod remedy;
 pub mod step;
 #[cfg(test)]
 mod tests;
 
 use jiff::SignedDuration;
+use remedies::remedy_or_reference;
 use serde::Serialize;
 
 use crate::gather::snapshot::{About, Event, Placement, Snapshot};
-use remedy::remedy_or_reference;
 use step::{State, Step};
 
 /// Age of a warning that no longer explains the state: sidecars retry and repeat it every five minutes at the latest.

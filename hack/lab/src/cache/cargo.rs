@@ -13,8 +13,15 @@ use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
 /// The crates whose programs a lab runs.
-const CRATES: [&str; 6] =
-    ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra", "kubectl-nestor"];
+const CRATES: [&str; 7] = [
+    "gc-csi",
+    "gc-csi-node",
+    "mgmt-csi",
+    "vm-operator-shim",
+    "nestor-console",
+    "storage-infra",
+    "kubectl-nestor",
+];
 
 /// Installs a development tool once and returns its folder.
 pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {

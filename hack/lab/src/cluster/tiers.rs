@@ -17,7 +17,7 @@ pub const MANAGEMENT_NAMESPACE: &str = "nestor-system";
 /// The namespace of Nestor's components in a guest.
 pub const GUEST_NAMESPACE: &str = "kube-system";
 /// Components of the management cluster. A component's ServiceAccount has its name.
-const MANAGEMENT_PARTS: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
+const MANAGEMENT_PARTS: [&str; 3] = ["mgmt-csi", "vm-operator-shim", "nestor-console"];
 /// Components of a guest.
 const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
 /// Components of both tiers.

@@ -12,8 +12,15 @@ use crate::cli::Cli;
 use crate::process::{command, run};
 
 /// The programs of a release.
-const PROGRAMS: [&str; 6] =
-    ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra", "kubectl-nestor"];
+const PROGRAMS: [&str; 7] = [
+    "gc-csi",
+    "gc-csi-node",
+    "mgmt-csi",
+    "vm-operator-shim",
+    "nestor-console",
+    "storage-infra",
+    "kubectl-nestor",
+];
 
 /// The help of a program or subcommand.
 struct Help {

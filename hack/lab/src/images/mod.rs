@@ -40,7 +40,7 @@ pub(crate) struct Image {
     user: &'static str,
 }
 
-const IMAGES: [Image; 5] = [
+const IMAGES: [Image; 6] = [
     Image {
         name: "gc-csi",
         program: "gc-csi",
@@ -67,6 +67,13 @@ const IMAGES: [Image; 5] = [
         name: "vm-operator-shim",
         program: "vm-operator-shim",
         description: "VirtualMachine.spec.volumes to VolumeAttachment, where no VM Operator is installed",
+        packages: &[],
+        user: NOBODY,
+    },
+    Image {
+        name: "nestor-console",
+        program: "nestor-console",
+        description: "Nestor's read-only web page for the platform team",
         packages: &[],
         user: NOBODY,
     },

@@ -10,8 +10,15 @@ use crate::images::VERSION;
 use crate::process::{command, run};
 use crate::run::repository;
 
-const PROGRAMS: [&str; 6] =
-    ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra", "kubectl-nestor"];
+const PROGRAMS: [&str; 7] = [
+    "gc-csi",
+    "gc-csi-node",
+    "mgmt-csi",
+    "vm-operator-shim",
+    "nestor-console",
+    "storage-infra",
+    "kubectl-nestor",
+];
 
 /// Fails if a program or a chart has another version than this build.
 pub(super) async fn check(binaries: &Path) -> Result<()> {

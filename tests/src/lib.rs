@@ -16,6 +16,7 @@ pub mod fake_infra;
 pub mod guest;
 pub mod http_proxy;
 pub mod hypervisor;
+pub mod images;
 pub mod infra_data;
 pub mod inventory;
 mod k8s_attachments;

@@ -6,6 +6,7 @@
 
 mod access_modes;
 mod alerts;
+mod arm64;
 mod attach;
 mod backup;
 mod bad_input;

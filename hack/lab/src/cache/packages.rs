@@ -29,9 +29,24 @@ const PACKAGES: [(&str, &str); 18] = [
     ("systemd", "test of storage-infra's unit"),
 ];
 
-/// Ensures that all packages are installed: runs apt-get as root, otherwise fails with the command to run.
+/// The same for programs and images of arm64.
+const ARM64_PACKAGES: [(&str, &str); 2] = [
+    ("gcc-aarch64-linux-gnu", "compiler and linker for arm64"),
+    ("qemu-user-static", "starts programs of arm64 in the test of the images"),
+];
+
+/// Ensures that the packages of the lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
-    let missing = missing().await?;
+    ensure_all(ui, &PACKAGES).await
+}
+
+/// Ensures that the packages for programs and images of arm64 are installed.
+pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &ARM64_PACKAGES).await
+}
+
+async fn ensure_all(ui: &Ui, packages: &[(&'static str, &'static str)]) -> Result<()> {
+    let missing = missing(packages).await?;
     if missing.is_empty() {
         return Ok(());
     }
@@ -56,13 +71,13 @@ pub async fn ensure(ui: &Ui) -> Result<()> {
     Ok(())
 }
 
-async fn missing() -> Result<Vec<(&'static str, &'static str)>> {
+async fn missing(packages: &[(&'static str, &'static str)]) -> Result<Vec<(&'static str, &'static str)>> {
     let mut query = command("dpkg-query", ["--show", "--showformat", "${Package} ${db:Status-Status}\n"]);
-    query.args(PACKAGES.map(|(name, _)| name));
+    query.args(packages.iter().map(|(name, _)| name));
     // dpkg-query fails if a package is unknown, but still lists the others.
     let output = query.stdin(Stdio::null()).output().await;
     let output = output.context("cannot run dpkg-query: the lab needs Debian (12 or later)")?;
     let listed = String::from_utf8_lossy(&output.stdout).into_owned();
     let installed: Vec<&str> = listed.lines().filter_map(|line| line.strip_suffix(" installed")).collect();
-    Ok(PACKAGES.into_iter().filter(|(name, _)| !installed.contains(name)).collect())
+    Ok(packages.iter().copied().filter(|(name, _)| !installed.contains(name)).collect())
 }

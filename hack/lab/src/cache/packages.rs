@@ -35,6 +35,10 @@ const ARM64_PACKAGES: [(&str, &str); 2] = [
     ("qemu-user-static", "starts programs of arm64 in the test of the images"),
 ];
 
+/// The same for the test of the dashboards.
+const NODE_PACKAGES: [(&str, &str); 2] =
+    [("nodejs", "builds the pages of Perses"), ("npm", "fetches the packages of these pages")];
+
 /// Ensures that the packages of the lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
     ensure_all(ui, &PACKAGES).await
@@ -43,6 +47,11 @@ pub async fn ensure(ui: &Ui) -> Result<()> {
 /// Ensures that the packages for programs and images of arm64 are installed.
 pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
     ensure_all(ui, &ARM64_PACKAGES).await
+}
+
+/// Ensures that Node.js and npm are installed.
+pub(crate) async fn ensure_node(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &NODE_PACKAGES).await
 }
 
 async fn ensure_all(ui: &Ui, packages: &[(&'static str, &'static str)]) -> Result<()> {

@@ -39,10 +39,17 @@ async fn all_start(image: &Built, work: &Path) -> Result<()> {
     for words in starts(image)? {
         is_of_arm64(&root, words[0])?;
         let mut chroot = Command::new("chroot");
-        chroot.arg(&root).args(["/emulator", "-0", words[0]]).arg(in_root(&root, words[0])?).args(&words[1..]);
+        chroot
+            .arg(&root)
+            .args(["/emulator", "-0", words[0]])
+            .arg(in_root(&root, words[0])?)
+            .args(&words[1..]);
         let ended = chroot.output().await?;
         let printed = String::from_utf8_lossy(&[ended.stdout, ended.stderr].concat()).into_owned();
-        ensure!(ended.status.success() && printed.contains(|c: char| c.is_ascii_digit()), "{words:?}: {printed}");
+        ensure!(
+            ended.status.success() && printed.contains(|c: char| c.is_ascii_digit()),
+            "{words:?}: {printed}"
+        );
     }
     Ok(std::fs::remove_dir_all(&root)?)
 }
@@ -59,6 +66,9 @@ fn in_root(root: &Path, program: &str) -> Result<String> {
 fn is_of_arm64(root: &Path, program: &str) -> Result<()> {
     let path = in_root(root, program)?;
     let bytes = std::fs::read(root.join(&path[1..])).context(path)?;
-    ensure!(bytes.starts_with(b"\x7fELF") && bytes.get(18..20) == Some(&[183, 0]), "{program} is not for arm64");
+    ensure!(
+        bytes.starts_with(b"\x7fELF") && bytes.get(18..20) == Some(&[183, 0]),
+        "{program} is not for arm64"
+    );
     Ok(())
 }

@@ -12,7 +12,8 @@ use tests::images::{STARTS, description, starts};
 use tests::{Scenario, run};
 
 async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
-    images::build(&Ui::default(), &Programs::in_folder(&s.lab.state().binaries), images::VERSION, out, &[]).await
+    images::build(&Ui::default(), &Programs::in_folder(&s.lab.state().binaries), images::VERSION, out, &[])
+        .await
 }
 
 #[tokio::test]

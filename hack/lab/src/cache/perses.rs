@@ -14,7 +14,10 @@ use crate::ui::Ui;
 
 /// What to run in the module's folder.
 const BUILD: [(&str, &[&str]); 5] = [
-    ("installing the packages of Perses with npm", &["sh", "-ec", "cd ui && npm ci --ignore-scripts --no-audit --no-fund"]),
+    (
+        "installing the packages of Perses with npm",
+        &["sh", "-ec", "cd ui && npm ci --ignore-scripts --no-audit --no-fund"],
+    ),
     (
         "building the pages of Perses with npm (takes minutes the first time)",
         &["sh", "-ec", "cd ui && npx --no-install turbo run build --filter=@perses-dev/app --concurrency=1"],
@@ -22,7 +25,18 @@ const BUILD: [(&str, &[&str]); 5] = [
     ("packing the pages of Perses", &["bash", "scripts/compress_assets.sh"]),
     (
         "building Perses with Go (takes minutes the first time)",
-        &["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w", "-o", "../", "./cmd/perses", "./cmd/percli"],
+        &[
+            "go",
+            "build",
+            "-trimpath",
+            "-buildvcs=false",
+            "-ldflags",
+            "-s -w",
+            "-o",
+            "../",
+            "./cmd/perses",
+            "./cmd/percli",
+        ],
     ),
     ("copying the schemas of Perses", &["cp", "--recursive", "cue", "cue.mod", "../"]),
 ];
@@ -66,7 +80,10 @@ async fn node_is_there(ui: &Ui) -> Result<()> {
     let version = run(&mut command("node", ["--version"])).await?;
     match major(&version) {
         Some(20..) => Ok(()),
-        _ => bail!("the pages of Perses need Node.js 20 or later, but this is {}: install a newer one", version.trim()),
+        _ => bail!(
+            "the pages of Perses need Node.js 20 or later, but this is {}: install a newer one",
+            version.trim()
+        ),
     }
 }
 

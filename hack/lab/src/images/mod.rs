@@ -18,8 +18,8 @@ use crate::oci::Layout;
 use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
-use files::{put, strip};
 pub(crate) use base::Base;
+use files::{put, strip};
 pub(crate) use sidecars::{Sidecar, write as write_sidecars};
 
 /// The version of this build.
@@ -218,8 +218,11 @@ impl Image {
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
         let name = format!("localhost/nestor/{}:{version}", self.name);
-        let digest = layout.image(&name, self.config(version, commit, &base, programs.architecture), &layers)?;
-        let file = |ending: &str| out.join(format!("{}-{version}-{}.{ending}", self.name, programs.architecture.name()));
+        let digest =
+            layout.image(&name, self.config(version, commit, &base, programs.architecture), &layers)?;
+        let file = |ending: &str| {
+            out.join(format!("{}-{version}-{}.{ending}", self.name, programs.architecture.name()))
+        };
         let built = Built { name, archive: file("tar"), sbom: file("cdx.json"), digest };
         layout.archive(&built.archive).await?;
         fs::write(&built.sbom, &sbom)?;

@@ -1,8 +1,8 @@
 //! One version in all programs and charts.
 
-use std::fs;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use std::fs;
 
 use crate::architecture::Architecture;
 use crate::images::{Programs, VERSION};

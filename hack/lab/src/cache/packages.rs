@@ -30,8 +30,9 @@ const PACKAGES: [(&str, &str); 18] = [
 ];
 
 /// The same for programs and images of arm64.
-const ARM64_PACKAGES: [(&str, &str); 2] = [
+const ARM64_PACKAGES: [(&str, &str); 3] = [
     ("gcc-aarch64-linux-gnu", "compiler and linker for arm64"),
+    ("libc6-dev-arm64-cross", "headers of the C library for arm64"),
     ("qemu-user-static", "starts programs of arm64 in the test of the images"),
 ];
 

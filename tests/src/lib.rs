@@ -27,6 +27,7 @@ mod objects;
 pub mod own_namespace;
 pub mod own_pool;
 mod paused_process;
+pub mod perses;
 pub mod pods;
 mod pools;
 pub mod program;

@@ -13,6 +13,7 @@ mod bad_input;
 mod charts;
 mod clone;
 mod crash;
+mod dashboards;
 mod deployed;
 mod disturb_parts;
 mod docs;

@@ -25,7 +25,7 @@ const WINDOWS: [&str; 5] = ["10m", "15m", "30m", "1h", "6h"];
 /// Several scrapes.
 const WINDOW: &str = "10s";
 /// Interval of scrapes and evaluations.
-const INTERVAL: &str = "1s";
+pub(crate) const INTERVAL: &str = "1s";
 
 /// A file with alerting rules.
 #[derive(Debug, Clone)]
@@ -154,6 +154,11 @@ impl Prometheus {
             })
         })
         .await
+    }
+
+    /// Its address.
+    pub(crate) fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.process.port())
     }
 
     /// `data` of an answer of its HTTP API.

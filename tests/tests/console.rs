@@ -18,7 +18,7 @@ use tests::{Scenario, run, unique};
 const HOSTILE: &str = "</script><img src=x onerror=alert(1)><b>bold";
 
 /// Folder for pictures of the page, for the documentation.
-const PICTURES: &str = "NESTOR_CONSOLE_PICTURES";
+const PICTURES: &str = "NESTOR_PICTURES";
 
 #[tokio::test]
 async fn a_volume_is_shown_from_its_claim_to_its_disk() -> Result<()> {

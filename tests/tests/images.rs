@@ -4,40 +4,16 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use lab::containerd::Containerd;
-use lab::images::{self, Built};
+use lab::images::{self, Built, Programs};
 use lab::ui::Ui;
 use serde_json::Value;
 use tests::chart::{Chart, containers, pod_specs};
+use tests::images::{STARTS, description, starts};
 use tests::{Scenario, run};
-use tokio::process::Command;
-
-/// The programs of each image, with arguments that print their version.
-const STARTS: [(&str, &[&[&str]]); 6] = [
-    ("gc-csi", &[&["/usr/local/bin/gc-csi", "--version"]]),
-    ("mgmt-csi", &[&["/usr/local/bin/mgmt-csi", "--version"]]),
-    ("vm-operator-shim", &[&["/usr/local/bin/vm-operator-shim", "--version"]]),
-    ("nestor-console", &[&["/usr/local/bin/nestor-console", "--version"]]),
-    (
-        "gc-csi-node",
-        &[
-            &["/usr/local/bin/gc-csi-node", "--version"],
-            &["blkid", "--version"],
-            &["mkfs.ext4", "-V"],
-            &["e2fsck", "-V"],
-            &["mkfs.xfs", "-V"],
-            &["xfs_growfs", "-V"],
-            &["xfs_repair", "-V"],
-            &["mkfs.btrfs", "--version"],
-            &["btrfs", "--version"],
-            &["modprobe", "--version"],
-            &["mount", "--version"],
-        ],
-    ),
-    ("storage-infra", &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"]]),
-];
 
 async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
-    images::build(&Ui::default(), &s.lab.state().binaries, images::VERSION, out, &[]).await
+    images::build(&Ui::default(), &Programs::in_folder(&s.lab.state().binaries), images::VERSION, out, &[])
+        .await
 }
 
 #[tokio::test]
@@ -63,9 +39,7 @@ async fn all_start(containerd: &Containerd, built: &[Built]) -> Result<()> {
     for image in built {
         let archive = image.archive.to_str().context("a path that is not UTF-8")?;
         containerd.ctr(&["images", "import", "--local", "--snapshotter", "native", archive]).await?;
-        let short = image.name.rsplit('/').next().and_then(|name| name.split(':').next()).unwrap_or_default();
-        let (_, starts) = STARTS.iter().find(|(name, _)| *name == short).context("an unknown image")?;
-        for words in *starts {
+        for words in starts(image)? {
             let output = containerd.run(&image.name, words).await.with_context(|| image.name.clone())?;
             ensure!(output.contains(|c: char| c.is_ascii_digit()), "{}: {words:?}: {output}", image.name);
         }
@@ -74,23 +48,9 @@ async fn all_start(containerd: &Containerd, built: &[Built]) -> Result<()> {
     Ok(())
 }
 
-/// A blob of an archive.
-async fn blob(archive: &Path, digest: &str) -> Result<Value> {
-    let path = format!("./blobs/sha256/{}", digest.trim_start_matches("sha256:"));
-    let tar = Command::new("tar")
-        .args(["--extract", "--to-stdout", "--file"])
-        .arg(archive)
-        .arg(path)
-        .output()
-        .await?;
-    Ok(serde_json::from_slice(&tar.stdout)?)
-}
-
 /// Checks the labels and user of an image, and its SBOM.
 async fn is_described(image: &Built) -> Result<()> {
-    let manifest = blob(&image.archive, &image.digest).await?;
-    let digest = manifest["config"]["digest"].as_str().context("no configuration")?;
-    let config = blob(&image.archive, digest).await?;
+    let (_, config) = description(image).await?;
     let labels = &config["config"]["Labels"];
     for label in ["title", "description", "version", "revision", "licenses", "base.name"] {
         ensure!(labels[format!("org.opencontainers.image.{label}")].is_string(), "{label}: {labels}");

@@ -6,6 +6,7 @@
 
 mod access_modes;
 mod alerts;
+mod arm64;
 mod attach;
 mod backup;
 mod bad_input;
@@ -13,6 +14,7 @@ mod charts;
 mod clone;
 mod console;
 mod crash;
+mod dashboards;
 mod deployed;
 mod disturb_parts;
 mod docs;

@@ -4,14 +4,14 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use lab::cache;
-use lab::images::VERSION;
+use lab::images::{Programs, VERSION};
 use lab::release::{SUMS, pack};
 use lab::ui::Ui;
 use tests::{Scenario, run};
 use tokio::process::Command;
 
 async fn packed(s: &Scenario, out: &Path) -> Result<Vec<(String, String)>> {
-    pack(&Ui::default(), &s.lab.state().binaries, out).await
+    pack(&Ui::default(), &[Programs::in_folder(&s.lab.state().binaries)], out).await
 }
 
 async fn output(command: &mut Command) -> Result<String> {

@@ -16,6 +16,7 @@
 //! | `cargo lab generate` | [`generate`] |
 //! | `cargo lab release` | [`release`] |
 
+pub mod architecture;
 pub mod audit;
 pub mod cache;
 pub mod cli;

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::cache;
-use crate::images::files::{put, strip};
+use crate::images::Programs;
+use crate::images::files::put;
 use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say};
@@ -76,7 +77,7 @@ fn source(name: &str) -> Result<Vec<u8>> {
 async fn fill(root: &Path, binaries: &Path) -> Result<()> {
     let unit = format!("{NAME}.service");
     let docs = root.join("usr/share/doc").join(NAME);
-    strip(&binaries.join(PROGRAM), &root.join("usr/bin").join(PROGRAM)).await?;
+    Programs::in_folder(binaries).copy(PROGRAM, &root.join("usr/bin")).await?;
     put(&root.join("usr/lib/systemd/system").join(&unit), &source(&unit)?, 0o644)?;
     put(&root.join(CONFIGURATION), &source("storage-infra.env")?, 0o640)?;
     put(&docs.join("copyright"), &source("copyright")?, 0o644)

@@ -8,7 +8,9 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
 use super::entry;
-use crate::process::command;
+use crate::architecture::{Architecture, Cross};
+use crate::images::Base;
+use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
@@ -43,6 +45,51 @@ pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     build_in(ui, &repository(), &CRATES, &target_dir()?, release).await
 }
 
+/// Builds Nestor's programs for an architecture and returns their folder.
+pub async fn build_for(ui: &Ui, release: bool, architecture: Architecture) -> Result<PathBuf> {
+    match architecture.cross() {
+        None => build(ui, release).await,
+        Some(cross) => cross_build(ui, release, architecture, cross).await,
+    }
+}
+
+/// Cross-compiles with Debian's compiler, and links to the libraries of Debian packages of the architecture.
+async fn cross_build(ui: &Ui, release: bool, architecture: Architecture, cross: Cross) -> Result<PathBuf> {
+    super::packages::ensure_arm64(ui).await?;
+    standard_library(ui, cross).await?;
+    let libraries = Base::of(ui, architecture, &["libvirt-dev"]).await?.root;
+    let folder = libraries.join("usr/lib").join(cross.gnu);
+    let target = target_dir()?;
+    let mut cargo = build_command(&repository(), &CRATES, &target, release);
+    cargo.args(["--target", cross.target]);
+    cargo.env(cross.variable("CC"), cross.tool("gcc")).env(cross.variable("AR"), cross.tool("ar"));
+    cargo.env(cross.setting("LINKER"), cross.tool("gcc"));
+    // Libraries that libvirt is linked to.
+    cargo.env(cross.setting("RUSTFLAGS"), format!("-Clink-arg=-Wl,-rpath-link,{}", folder.display()));
+    cargo.env("PKG_CONFIG_ALLOW_CROSS", "1").env("PKG_CONFIG_SYSROOT_DIR", &libraries);
+    cargo.env("PKG_CONFIG_LIBDIR", folder.join("pkgconfig"));
+    finish(ui, &format!("building Nestor for {} with cargo", architecture.name()), &mut cargo).await?;
+    Ok(target.join(cross.target).join(profile(release)))
+}
+
+/// Ensures that Rust's standard library for the target is installed: rustup installs it.
+async fn standard_library(ui: &Ui, cross: Cross) -> Result<()> {
+    let printed = run(&mut command("rustc", ["--print", "target-libdir", "--target", cross.target])).await?;
+    if Path::new(printed.trim()).is_dir() {
+        return Ok(());
+    }
+    let step = ui.step(format!("installing Rust's standard library for {}", cross.target));
+    run(&mut command("rustup", ["target", "add", cross.target])).await.with_context(|| {
+        format!(
+            "Rust's standard library for {} is missing, and rustup cannot install it: use a toolchain of rustup, or \
+             install the library as your toolchain was installed",
+            cross.target
+        )
+    })?;
+    step.done();
+    Ok(())
+}
+
 /// Builds crates of a checkout into a target folder, and returns the folder of their programs.
 pub(crate) async fn build_in(
     ui: &Ui,
@@ -51,14 +98,24 @@ pub(crate) async fn build_in(
     target: &Path,
     release: bool,
 ) -> Result<PathBuf> {
+    let mut cargo = build_command(sources, crates, target, release);
+    finish(ui, "building Nestor with cargo", &mut cargo).await?;
+    Ok(target.join(profile(release)))
+}
+
+fn build_command(sources: &Path, crates: &[&str], target: &Path, release: bool) -> Command {
     let mut cargo = command(&program(), ["build"]);
     cargo.current_dir(sources);
     cargo.args(crates.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(target);
     if release {
         cargo.arg("--release");
     }
-    finish(ui, "building Nestor with cargo", &mut cargo).await?;
-    Ok(target.join(if release { "release" } else { "debug" }))
+    cargo
+}
+
+/// The folder of a profile's programs.
+fn profile(release: bool) -> &'static str {
+    if release { "release" } else { "debug" }
 }
 
 pub(crate) fn program() -> String {

@@ -9,6 +9,7 @@ mod image;
 mod kubernetes;
 mod oci;
 pub mod packages;
+mod perses;
 mod tools;
 
 use std::fs;
@@ -21,6 +22,7 @@ pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
 pub use kubernetes::Kubernetes;
+pub use perses::perses;
 pub use tools::{helm, otelcol, prometheus, tools};
 
 use crate::run::lock;

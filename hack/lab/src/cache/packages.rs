@@ -29,11 +29,20 @@ const PACKAGES: [(&str, &str); 18] = [
     ("systemd", "test of storage-infra's unit"),
 ];
 
-/// What only the test of the console's page in a browser needs.
-const BROWSER: [(&str, &str); 2] = [
-    ("chromium", "test of the console's page"),
-    ("fonts-liberation2", "text in the test of the console's page"),
+/// What only the tests in a browser need.
+const BROWSER: [(&str, &str); 2] =
+    [("chromium", "tests of web pages"), ("fonts-liberation2", "text in the tests of web pages")];
+
+/// What only programs and images for arm64 need.
+const ARM64: [(&str, &str); 3] = [
+    ("gcc-aarch64-linux-gnu", "compiler and linker for arm64"),
+    ("libc6-dev-arm64-cross", "headers of the C library for arm64"),
+    ("qemu-user-static", "starts programs of arm64 in the test of the images"),
 ];
+
+/// What only the test of the dashboards needs.
+const NODE: [(&str, &str); 2] =
+    [("nodejs", "builds the pages of Perses"), ("npm", "fetches the packages of these pages")];
 
 /// Ensures that all packages of a lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
@@ -43,6 +52,16 @@ pub async fn ensure(ui: &Ui) -> Result<()> {
 /// Ensures that a browser is installed.
 pub async fn ensure_browser(ui: &Ui) -> Result<()> {
     ensure_all(ui, &BROWSER).await
+}
+
+/// Ensures that a compiler and an emulator for arm64 are installed.
+pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &ARM64).await
+}
+
+/// Ensures that Node.js and npm are installed.
+pub(crate) async fn ensure_node(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &NODE).await
 }
 
 async fn ensure_all(ui: &Ui, packages: &[(&'static str, &'static str)]) -> Result<()> {

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{MANAGEMENT, Version};
 use crate::containerd::Containerd;
-use crate::images::{self, Sidecar};
+use crate::images::{self, Programs, Sidecar};
 use crate::run::Run;
 use crate::ui::Ui;
 use crate::vm;
@@ -61,7 +61,7 @@ async fn build(
     let mut sidecars = Vec::new();
     for version in versions {
         let names: Vec<String> = programs.iter().map(|&name| name.to_owned()).collect();
-        images::build(ui, &version.binaries, &version.tag, &folder, &names).await?;
+        images::build(ui, &Programs::in_folder(&version.binaries), &version.tag, &folder, &names).await?;
         sidecars.extend(sidecars_of(&version.charts.join(chart).join("values.yaml"))?);
     }
     sidecars.sort();

@@ -1,5 +1,7 @@
 //! Page of the flags, from the help of each program.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::Path;
 use std::process::Stdio;
 
@@ -33,23 +35,42 @@ pub async fn page(binaries: &Path) -> Result<Generated> {
     let mut text = new_page("Flags", "the help of the programs");
     paragraph(
         &mut text,
-        "What `--help` prints. [Components](components.md) explains rules that all programs share, such as environment variables \
+        "What `--help` prints; a subcommand refers to groups of flags that are printed above. [Components](components.md) explains rules that all programs share, such as environment variables \
          and durations, and how components belong together.",
     );
     for program in PROGRAMS {
-        for help in of_program(&binaries.join(program), program).await? {
-            section(&mut text, &help);
-        }
+        sections(&mut text, of_program(&binaries.join(program), program).await?);
     }
-    for help in of_lab() {
-        section(&mut text, &help);
-    }
+    sections(&mut text, of_lab());
     Ok(Generated::page("flags", text))
 }
 
-fn section(page: &mut String, help: &Help) {
-    let level = if help.words.len() == 1 { "##" } else { "###" };
-    page.push_str(&format!("\n{level} {}\n\n```text\n{}\n```\n", help.words.join(" "), help.text));
+/// The sections of a program and its subcommands.
+fn sections(page: &mut String, all: Vec<Help>) {
+    let mut printed = BTreeMap::new();
+    for Help { words, text } in all {
+        let (level, name) = (if words.len() == 1 { "##" } else { "###" }, words.join(" "));
+        let text = without_repetitions(&text, &name, &mut printed);
+        page.push_str(&format!("\n{level} {name}\n\n```text\n{text}\n```\n"));
+    }
+}
+
+/// The help of a command, without the groups of flags that an earlier command of the program has printed.
+fn without_repetitions(help: &str, command: &str, printed: &mut BTreeMap<String, String>) -> String {
+    let shortened = help.split("\n\n").map(|block| {
+        let Some((heading, _)) = block.split_once(":\n").filter(|(heading, _)| !heading.contains('\n'))
+        else {
+            return block.to_owned();
+        };
+        match printed.entry(block.to_owned()) {
+            Entry::Occupied(earlier) => format!("{heading}: as of {}", earlier.get()),
+            Entry::Vacant(new) => {
+                new.insert(command.to_owned());
+                block.to_owned()
+            }
+        }
+    });
+    shortened.collect::<Vec<_>>().join("\n\n")
 }
 
 /// The help of a program and all of its subcommands.
@@ -120,6 +141,17 @@ mod tests {
         let help = "About.\n\nOptions:\n  -a\n          Text\n          \n          [env: A]\n\n  -b\n\nLogs:\n  -c\n";
         let expected = "About.\n\nOptions:\n  -a\n          Text\n          [env: A]\n  -b\n\nLogs:\n  -c";
         assert_eq!(clean(help), expected);
+    }
+
+    #[test]
+    fn a_group_of_flags_is_printed_once() {
+        let mut printed = BTreeMap::new();
+        let logs = "Logs:\n  -l";
+        let first = format!("About.\n\nOptions:\n  -a\n\n{logs}");
+        assert_eq!(without_repetitions(&first, "one", &mut printed), first);
+        let second =
+            without_repetitions(&format!("About.\n\nOptions:\n  -b\n\n{logs}"), "one two", &mut printed);
+        assert_eq!(second, "About.\n\nOptions:\n  -b\n\nLogs: as of one");
     }
 
     #[test]

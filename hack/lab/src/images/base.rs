@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::files::put;
+use crate::architecture::Architecture;
 use crate::cache::{self, Key};
 use crate::oci::sha256;
 use crate::process::{command, run};
@@ -41,20 +42,28 @@ pub(crate) struct Base {
 
 impl Base {
     /// The base with these packages; built once and cached.
-    pub(crate) async fn of(ui: &Ui, more: &[&str]) -> Result<Self> {
+    pub(crate) async fn of(ui: &Ui, architecture: Architecture, more: &[&str]) -> Result<Self> {
         let suite = cache::debian_suite()?;
         let requested = [&ALWAYS[..], more].concat();
         let key = Key::new("image-base")
-            .with("version", &[1])
+            .with("version", &[2])
+            .with("architecture", architecture.name().as_bytes())
             .with("suite", suite.as_bytes())
             .with("packages", requested.join(" ").as_bytes())
             .with("unused", UNUSED.join(" ").as_bytes())
             .with("unread", EXCLUDED.join(" ").as_bytes());
         let dir = cache::entry(&format!("image-base-{}", key.hex()), async |out: &Path| {
-            let step = ui.step(format!("fetching the Debian packages {}", requested.join(", ")));
+            let step = ui.step(format!(
+                "fetching the Debian packages {} ({})",
+                requested.join(", "),
+                architecture.name()
+            ));
             let work = out.join("work");
-            let files = fetch(&requested, &work).await?;
+            let files = fetch(&requested, architecture, &work).await?;
             let packages = unpack(&files, &out.join("root")).await?;
+            if architecture == Architecture::default() {
+                library_cache(&out.join("root")).await?;
+            }
             fs::write(out.join("packages.json"), serde_json::to_vec_pretty(&packages)?)?;
             fs::remove_dir_all(&work)?;
             step.done();
@@ -68,7 +77,7 @@ impl Base {
 }
 
 /// Downloads packages with all dependencies from the host's sources, whatever is installed on the host.
-async fn fetch(requested: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
+async fn fetch(requested: &[&str], architecture: Architecture, work: &Path) -> Result<Vec<PathBuf>> {
     for folder in ["state/lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(work.join(folder))?;
     }
@@ -79,6 +88,9 @@ async fn fetch(requested: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
             [("Dir::State", "state"), ("Dir::Cache", "cache"), ("Dir::State::status", "status")]
         {
             apt.arg("-o").arg(format!("{option}={}", work.join(path).display()));
+        }
+        for option in ["APT::Architecture", "APT::Architectures"] {
+            apt.arg("-o").arg(format!("{option}={}", architecture.name()));
         }
         run(apt.args(args).env("DEBIAN_FRONTEND", "noninteractive")).await
     };
@@ -146,7 +158,12 @@ async fn prune(root: &Path) -> Result<()> {
         }
     }
     let mut find = command("find", [root.join("usr/share/doc")]);
-    run(find.args(["-not", "-type", "d", "-not", "-name", "copyright", "-delete"])).await?;
+    run(find.args(["-not", "-type", "d", "-not", "-name", "copyright", "-delete"])).await.map(drop)
+}
+
+/// Writes the cache of the dynamic linker, which finds the libraries in their usual folders without it too. The host's
+/// ldconfig reads only libraries of the host's architecture.
+async fn library_cache(root: &Path) -> Result<()> {
     let ld = run(command("ldconfig", ["-r"]).arg(root)).await;
     ld.context("cannot create the library cache")?;
     // The auxiliary cache of ldconfig holds times.

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::architecture::Architecture;
 use crate::process::{command, run};
 
 /// Writes a file with this mode, whatever the umask is, and creates its directory.
@@ -18,9 +19,9 @@ pub(crate) fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
 }
 
 /// Copies a program without its debug information, which release builds do not have.
-pub(crate) async fn strip(program: &Path, copy: &Path) -> Result<()> {
+pub(crate) async fn strip(architecture: Architecture, program: &Path, copy: &Path) -> Result<()> {
     put(copy, b"", 0o755)?;
-    let mut strip = command("strip", ["--strip-debug", "-o"]);
+    let mut strip = command(&architecture.strip(), ["--strip-debug", "-o"]);
     run(strip.arg(copy).arg(program)).await?;
     Ok(fs::set_permissions(copy, fs::Permissions::from_mode(0o755))?)
 }

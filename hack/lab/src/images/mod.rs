@@ -12,14 +12,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::architecture::Architecture;
 use crate::cache;
 use crate::oci::Layout;
 use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
-use base::Base;
-use files::put;
-pub(crate) use files::strip;
+pub(crate) use base::Base;
+use files::{put, strip};
 pub(crate) use sidecars::{Sidecar, write as write_sidecars};
 
 /// The version of this build.
@@ -95,6 +95,9 @@ pub struct Options {
     /// Use the binaries of the debug profile.
     #[arg(long)]
     debug: bool,
+    /// CPU architecture of the images. Programs for another one than the host's are cross-compiled.
+    #[arg(long, value_name = "ARCH", default_value = "amd64")]
+    arch: Architecture,
     /// Output folder. [default: target/images]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -116,12 +119,12 @@ pub struct Built {
 /// `cargo lab images`.
 pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
     cache::packages::ensure(ui).await?;
-    let binaries = cache::cargo::build(ui, !options.debug).await?;
+    let programs = Programs::build(ui, !options.debug, options.arch).await?;
     let out = match &options.out {
         Some(out) => out.clone(),
         None => target_dir()?.join("images"),
     };
-    let built = build(ui, &binaries, VERSION, &out, &options.names).await?;
+    let built = build(ui, &programs, VERSION, &out, &options.names).await?;
     let rows: Vec<Vec<String>> = built
         .iter()
         .map(|image| {
@@ -136,10 +139,37 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds images from a folder of our programs, tagged with a version: those in `names`, or all.
+/// A folder of our programs, and the architecture that they were built for.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// The folder.
+    pub folder: PathBuf,
+    /// Their architecture.
+    pub architecture: Architecture,
+}
+
+impl Programs {
+    /// Programs of the host's architecture in a folder.
+    pub fn in_folder(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), architecture: Architecture::default() }
+    }
+
+    /// Builds the programs.
+    pub async fn build(ui: &Ui, release: bool, architecture: Architecture) -> Result<Self> {
+        let folder = cache::cargo::build_for(ui, release, architecture).await?;
+        Ok(Self { folder, architecture })
+    }
+
+    /// Copies a program to another folder, without its debug information.
+    pub(crate) async fn copy(&self, program: &str, folder: &Path) -> Result<()> {
+        strip(self.architecture, &self.folder.join(program), &folder.join(program)).await
+    }
+}
+
+/// Builds images from our programs, tagged with a version: those in `names`, or all.
 pub async fn build(
     ui: &Ui,
-    binaries: &Path,
+    programs: &Programs,
     version: &str,
     out: &Path,
     names: &[String],
@@ -153,7 +183,7 @@ pub async fn build(
     let mut built = Vec::new();
     for image in IMAGES.iter().filter(|image| names.is_empty() || names.iter().any(|name| name == image.name))
     {
-        built.push(image.write(ui, binaries, version, out, &commit).await.with_context(|| image.name)?);
+        built.push(image.write(ui, programs, version, out, &commit).await.with_context(|| image.name)?);
     }
     Ok(built)
 }
@@ -180,23 +210,26 @@ impl Image {
     async fn write(
         &self,
         ui: &Ui,
-        binaries: &Path,
+        programs: &Programs,
         version: &str,
         out: &Path,
         commit: &Commit,
     ) -> Result<Built> {
-        let base = Base::of(ui, self.packages).await?;
+        let base = Base::of(ui, programs.architecture, self.packages).await?;
         let step = ui.step(format!("building the image {}", self.name));
         let work = tempfile::tempdir_in(out)?;
         let sbom = sbom::write("container", self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
-        strip(&binaries.join(self.program), &top.join("usr/local/bin").join(self.program)).await?;
+        programs.copy(self.program, &top.join("usr/local/bin")).await?;
         put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
         let name = format!("localhost/nestor/{}:{version}", self.name);
-        let digest = layout.image(&name, self.config(version, commit, &base), &layers)?;
-        let file = |ending: &str| out.join(format!("{}-{version}-amd64.{ending}", self.name));
+        let digest =
+            layout.image(&name, self.config(version, commit, &base, programs.architecture), &layers)?;
+        let file = |ending: &str| {
+            out.join(format!("{}-{version}-{}.{ending}", self.name, programs.architecture.name()))
+        };
         let built = Built { name, archive: file("tar"), sbom: file("cdx.json"), digest };
         layout.archive(&built.archive).await?;
         fs::write(&built.sbom, &sbom)?;
@@ -204,9 +237,9 @@ impl Image {
         Ok(built)
     }
 
-    fn config(&self, version: &str, commit: &Commit, base: &Base) -> Value {
+    fn config(&self, version: &str, commit: &Commit, base: &Base, architecture: Architecture) -> Value {
         json!({
-            "architecture": "amd64",
+            "architecture": architecture.name(),
             "os": "linux",
             "created": commit.date,
             "config": {

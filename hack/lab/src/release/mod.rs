@@ -14,8 +14,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
+use crate::architecture::Architecture;
 use crate::cache;
-use crate::images::{self, VERSION};
+use crate::images::{self, Programs, VERSION};
 use crate::oci::sha256;
 use crate::process::{command, run};
 use crate::run::{repository, target_dir};
@@ -33,6 +34,9 @@ pub struct Options {
     /// Use the binaries of the debug profile.
     #[arg(long)]
     debug: bool,
+    /// CPU architectures of images and programs.
+    #[arg(long, value_name = "ARCH", value_delimiter = ',', default_value = "amd64,arm64")]
+    arch: Vec<Architecture>,
 }
 
 /// Builds the programs and packs a release.
@@ -42,8 +46,11 @@ pub async fn release(ui: &Ui, options: &Options) -> Result<()> {
         None => target_dir()?.join("dist"),
     };
     cache::packages::ensure(ui).await?;
-    let binaries = cache::cargo::build(ui, !options.debug).await?;
-    let files = pack(ui, &binaries, &out).await?;
+    let mut programs = Vec::new();
+    for &architecture in &options.arch {
+        programs.push(Programs::build(ui, !options.debug, architecture).await?);
+    }
+    let files = pack(ui, &programs, &out).await?;
     let rows: Vec<Vec<String>> =
         files.iter().map(|(name, digest)| vec![name.clone(), digest.clone()]).collect();
     table(&["FILE", "SHA-256"], &rows).iter().for_each(say);
@@ -51,20 +58,23 @@ pub async fn release(ui: &Ui, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Packs a release from a folder of our programs. Returns its files with their digests.
-pub async fn pack(ui: &Ui, binaries: &Path, out: &Path) -> Result<Vec<(String, String)>> {
+/// Packs a release from our programs for each architecture. Returns its files with their digests.
+pub async fn pack(ui: &Ui, programs: &[Programs], out: &Path) -> Result<Vec<(String, String)>> {
     fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     ensure!(
         fs::read_dir(out)?.next().is_none(),
         "{} is not empty: remove it, or choose another",
         out.display()
     );
-    versions::check(binaries).await?;
     let date = date().await?;
-    images::build(ui, binaries, VERSION, out, &[]).await?;
-    let step = ui.step("packing charts, programs and definitions");
+    for of_architecture in programs {
+        versions::check_programs(of_architecture).await?;
+        images::build(ui, of_architecture, VERSION, out, &[]).await?;
+        programs::pack(of_architecture, out, &date).await?;
+    }
+    versions::check_charts()?;
+    let step = ui.step("packing charts and definitions");
     charts::pack(&cache::helm(ui).await?, out, &date).await?;
-    programs::pack(binaries, out, &date).await?;
     fs::write(out.join(format!("nestor-crds-{VERSION}.yaml")), definitions())?;
     let changelog =
         fs::read_to_string(repository().join("CHANGELOG.md")).context("cannot read CHANGELOG.md")?;

@@ -6,24 +6,24 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::archive;
-use crate::images::{VERSION, sbom, strip};
+use crate::images::{Programs, VERSION, sbom};
 use crate::run::repository;
 
 const PROGRAMS: [&str; 2] = ["kubectl-nestor", "storage-infra"];
 
 /// Packs the programs.
-pub(super) async fn pack(binaries: &Path, out: &Path, date: &str) -> Result<()> {
+pub(super) async fn pack(programs: &Programs, out: &Path, date: &str) -> Result<()> {
     for program in PROGRAMS {
-        pack_one(binaries, program, out, date).await.with_context(|| program)?;
+        pack_one(programs, program, out, date).await.with_context(|| program)?;
     }
     Ok(())
 }
 
-async fn pack_one(binaries: &Path, program: &str, out: &Path, date: &str) -> Result<()> {
+async fn pack_one(programs: &Programs, program: &str, out: &Path, date: &str) -> Result<()> {
     let work = tempfile::tempdir()?;
-    let name = format!("{program}-{VERSION}-linux-amd64");
+    let name = format!("{program}-{VERSION}-linux-{}", programs.architecture.name());
     let folder = work.path().join(&name);
-    strip(&binaries.join(program), &folder.join(program)).await?;
+    programs.copy(program, &folder).await?;
     fs::copy(repository().join("LICENSE"), folder.join("LICENSE")).context("LICENSE")?;
     archive::pack(work.path(), &name, &out.join(format!("{name}.tar.gz")), date).await?;
     let sbom = sbom::write("application", program, program, VERSION, &[]).await?;

@@ -28,8 +28,8 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
-/// The module that packs a release twice, which takes minutes.
-const RELEASE: &str = "release";
+/// Modules that take long: they cross-compile, build a dashboard server, or pack a release twice.
+const LONG: [&str; 3] = ["arm64", "dashboards", "release"];
 
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -137,7 +137,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
     let own_lab = |module: &str| DEPLOYED.contains(&module) || module == KUBERNETES;
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
-        let set = if module == RELEASE { Set::All } else { Set::Normal };
+        let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
         step(module, set, &description(module), blackbox(format!("{module}::"), None))
     }));
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
@@ -314,11 +314,12 @@ mod tests {
     }
 
     #[test]
-    fn a_release_is_packed_only_in_the_largest_set() {
-        let steps = all(&["attach", RELEASE].map(str::to_owned));
+    fn long_modules_run_only_in_the_largest_set() {
+        let steps = all(&["arm64", "attach", "dashboards", "release"].map(str::to_owned));
         let normal = select(steps.clone(), Choice::Set(Set::Normal)).unwrap();
-        assert!(!names(&normal).contains(&RELEASE));
-        assert!(names(&select(steps, Choice::Set(Set::All)).unwrap()).contains(&RELEASE));
+        assert!(LONG.iter().all(|module| !names(&normal).contains(module)));
+        let all = select(steps, Choice::Set(Set::All)).unwrap();
+        assert!(LONG.iter().all(|module| names(&all).contains(module)));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Headless Chromium, over the DevTools protocol on a pair of pipes: messages are JSON, each ended by a zero byte.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,6 +14,9 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 
 use crate::{PATIENCE, eventually};
+
+/// Folder for pictures of pages.
+const PICTURES: &str = "NESTOR_PICTURES";
 
 /// Chromium reads messages from its file 3, and writes them to its file 4.
 const START: &str = r#"exec chromium "$@" 3<&0 4>&1 0</dev/null 1>/dev/null 2>&1"#;
@@ -160,8 +164,17 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
     }
 
-    /// A picture of the page (PNG).
-    pub async fn screenshot(&self) -> Result<Vec<u8>> {
+    /// Takes a picture of the page (PNG), and keeps it for the documentation if [`PICTURES`] is set.
+    pub async fn picture(&self, name: &str) -> Result<()> {
+        let bytes = self.screenshot().await?;
+        anyhow::ensure!(bytes.starts_with(b"\x89PNG"), "{name}: not a PNG");
+        match std::env::var_os(PICTURES) {
+            Some(folder) => Ok(std::fs::write(Path::new(&folder).join(name).with_extension("png"), bytes)?),
+            None => Ok(()),
+        }
+    }
+
+    async fn screenshot(&self) -> Result<Vec<u8>> {
         let mut answer = self.call("Page.captureScreenshot", json!({"format": "png"})).await?;
         // The type of the data fields of Kubernetes, which decodes Base64.
         let bytes: ByteString = serde_json::from_value(answer["data"].take())?;

@@ -14,8 +14,6 @@ use tests::perses::Perses;
 use tests::prometheus::Prometheus;
 use tests::{Scenario, run};
 
-/// Folder for pictures of the dashboards, for the documentation.
-const PICTURES: &str = "NESTOR_PICTURES";
 /// Disks that are attached while Prometheus scrapes.
 const ROUNDS: usize = 10;
 /// Panels that show a number or lines: their content is drawn on a canvas.
@@ -71,11 +69,7 @@ async fn is_drawn(browser: &Browser, perses: &Perses, file: &Path) -> Result<()>
     browser.waits_for(&format!("{DRAWN} >= {drawn} && {LOADING} === 0")).await?;
     let problems = browser.evaluate(PROBLEMS).await?;
     ensure!(problems == "", "{problems}");
-    if let Some(folder) = std::env::var_os(PICTURES) {
-        let name = file.file_stem().unwrap_or_default();
-        std::fs::write(PathBuf::from(folder).join(name).with_extension("png"), browser.screenshot().await?)?;
-    }
-    Ok(())
+    browser.picture(&file.file_stem().unwrap_or_default().to_string_lossy()).await
 }
 
 /// The dashboards of both charts.

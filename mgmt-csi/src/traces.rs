@@ -37,7 +37,7 @@ const LONGEST_READ: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub struct Traces {
     client: Client,
-    kept: Arc<Mutex<Kept>>,
+    deletions: Arc<Mutex<DeletionContexts>>,
 }
 
 impl std::fmt::Debug for Traces {
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Traces {
 impl Traces {
     /// Reads snapshots with `client`.
     pub fn new(client: &Client) -> Self {
-        Self { client: client.clone(), kept: Arc::default() }
+        Self { client: client.clone(), deletions: Arc::default() }
     }
 
     /// Keeps the contexts of claims that are being deleted.
@@ -59,17 +59,19 @@ impl Traces {
         }
         let (claims, volumes) = (self.clone(), self.clone());
         cluster
-            .on_claim(move |change: &Change<'_, PersistentVolumeClaim>| claims.kept().observe_claim(change))
+            .on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
+                claims.deletions().observe_claim(change)
+            })
             .on_volume(move |change: &Change<'_, PersistentVolume>| {
-                volumes.kept().observe_volume(change);
+                volumes.deletions().observe_volume(change);
             })
     }
 
     /// Continues the trace of the deletion of the claim of these PersistentVolumes.
     pub(crate) fn continue_volume_deletion(&self, volumes: &[Arc<PersistentVolume>]) {
-        let kept = self.kept();
+        let contexts = self.deletions();
         let claims = volumes.iter().filter_map(|volume| claim_uid(volume));
-        for context in claims.filter_map(|claim| kept.get(claim)) {
+        for context in claims.filter_map(|claim| contexts.get(claim)) {
             operation::continue_trace(Some(context));
         }
     }
@@ -117,16 +119,16 @@ impl Traces {
         }
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn deletions(&self) -> MutexGuard<'_, DeletionContexts> {
+        self.deletions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Contexts of the deletion of claims, by the UID of the claim, oldest first.
 #[derive(Debug, Default)]
-struct Kept(VecDeque<(String, String)>);
+struct DeletionContexts(VecDeque<(String, String)>);
 
-impl Kept {
+impl DeletionContexts {
     fn observe_claim(&mut self, change: &Change<'_, PersistentVolumeClaim>) {
         let Some(claim) = change.new.or(change.old) else { return };
         let Some(uid) = claim.metadata.uid.as_deref() else { return };
@@ -197,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_context_of_a_claim_is_kept_until_its_volume_is_gone() {
-        let (mut kept, key) = (Kept::default(), Key::new("guest", "c"));
+        let (mut kept, key) = (DeletionContexts::default(), Key::new("guest", "c"));
         let (bound, pending) = (claim("c", Some("pv"), CONTEXT), claim("p", None, CONTEXT));
         for one in [&bound, &pending] {
             kept.observe_claim(&Change { key: &key, old: None, new: Some(one) });
@@ -213,7 +215,7 @@ mod tests {
 
     #[test]
     fn malformed_contexts_are_not_kept_and_the_oldest_is_dropped() {
-        let mut kept = Kept::default();
+        let mut kept = DeletionContexts::default();
         kept.put("bad", &CONTEXT.repeat(1000));
         assert!(kept.0.is_empty());
         let other = CONTEXT.replace('a', "b");

@@ -13,8 +13,8 @@ use tests::program::binary;
 use tokio::process::Command;
 
 use crate::floor::timed;
-use crate::paper::PaperVolumes;
 use crate::report::Report;
+use crate::synthetic::SyntheticVolumes;
 use crate::work::Work;
 
 /// Programs that would react to the objects.
@@ -45,7 +45,7 @@ async fn with_objects(s: &Arc<Scenario>, report: &Report, work: &Work, sizes: &[
     for program in STOPPED {
         s.stop_component(program).await?;
     }
-    let mut volumes = PaperVolumes::begin(s).await?;
+    let mut volumes = SyntheticVolumes::begin(s).await?;
     let outcome = measure(s, &mut volumes, report, work, sizes).await;
     let removed = volumes.remove().await;
     outcome.and(removed)
@@ -53,7 +53,7 @@ async fn with_objects(s: &Arc<Scenario>, report: &Report, work: &Work, sizes: &[
 
 async fn measure(
     s: &Scenario,
-    volumes: &mut PaperVolumes<'_>,
+    volumes: &mut SyntheticVolumes<'_>,
     report: &Report,
     work: &Work,
     sizes: &[usize],

@@ -1,4 +1,4 @@
-//! Volumes that are only objects in both API servers, as they look while everything works: guest claims and PersistentVolumes,
+//! Synthetic volumes: only objects in both API servers, as they look while everything works: guest claims and PersistentVolumes,
 //! management claims and PersistentVolumes, and for each second volume its VolumeAttachment and the entry of a VirtualMachine.
 
 use anyhow::{Context, Result};
@@ -20,7 +20,7 @@ use crate::observed::{LONGEST, Observed};
 const PER_VM: usize = 20;
 
 /// The volumes of one scenario.
-pub(crate) struct PaperVolumes<'a> {
+pub(crate) struct SyntheticVolumes<'a> {
     s: &'a Scenario,
     /// Namespace of the management claims.
     pub(crate) namespace: String,
@@ -39,7 +39,7 @@ struct Tier<'a> {
     labels: Value,
 }
 
-impl<'a> PaperVolumes<'a> {
+impl<'a> SyntheticVolumes<'a> {
     /// No volumes yet.
     pub(crate) async fn begin(s: &'a Scenario) -> Result<Self> {
         let namespace = s.own_namespace().await?.name;

@@ -166,7 +166,7 @@ async fn every_flag_in_a_chart_is_accepted_by_its_program() -> Result<()> {
                 }
             }
         }
-        // All nine programs, none of which accepts an unknown flag.
+        // All ten programs, none of which accepts an unknown flag.
         assert_eq!(checked.len(), 10, "{:?}", checked.keys());
         for container in checked.values() {
             let (known, stderr) = accepts(&s, container, &["--no-such-flag=1"]).await?;

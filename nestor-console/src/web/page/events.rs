@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::super::stream::{accepts, clock, kind_of_event, object};
 use super::Model;
-use super::parts::scrollable;
+use super::parts::{safe, scrollable};
 use crate::feed::EventRow;
 
 /// Rows of the table, also for the script.
@@ -37,12 +37,12 @@ pub(super) fn section(model: &Model) -> Markup {
 
 fn row(event: &EventRow) -> Markup {
     html! {
-        tr data-uid=(event.uid) {
+        tr data-uid=(safe(&event.uid)) {
             td { time datetime=(event.time) title=(event.time) { (clock(event)) } }
             td.(kind_of_event(event)) { (kind_of_event(event)) }
-            td { (object(event)) }
-            td { (event.reason) }
-            td.why { (event.message) }
+            td { (safe(&object(event))) }
+            td { (safe(&event.reason)) }
+            td.why { (safe(&event.message)) }
         }
     }
 }

@@ -78,6 +78,7 @@ impl Default for Metrics {
             Info::new([("version", env!("CARGO_PKG_VERSION"))]),
         );
         process_kit::trace::register(&mut registry);
+        process_kit::start_time::register(&mut registry);
         let requests = Family::default();
         registry.register("requests", "Requests completed, by route and HTTP status", requests.clone());
         let latency: Family<RouteLabels, Histogram> =

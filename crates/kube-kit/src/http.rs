@@ -25,6 +25,7 @@ pub async fn serve(
     crate::informer::metrics::register(&mut registry);
     crate::queue::metrics::register(&mut registry);
     process_kit::trace::register(&mut registry);
+    process_kit::start_time::register(&mut registry);
     registry.register("build", "Version of the program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
     let registry = Arc::new(registry);
     let metrics = move || {

@@ -60,7 +60,7 @@ impl Traces {
         let (claims, volumes) = (self.clone(), self.clone());
         cluster
             .on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
-                claims.deletions().observe_claim(change)
+                claims.deletions().observe_claim(change);
             })
             .on_volume(move |change: &Change<'_, PersistentVolume>| {
                 volumes.deletions().observe_volume(change);

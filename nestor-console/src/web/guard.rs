@@ -53,7 +53,7 @@ fn without_port(host: &str) -> &str {
 /// The host that a request names.
 fn host<'a>(uri: &'a Uri, headers: &'a HeaderMap) -> Option<&'a str> {
     let named = headers.get(header::HOST).and_then(|host| host.to_str().ok());
-    uri.authority().map(|authority| authority.as_str()).or(named)
+    uri.authority().map(axum::http::uri::Authority::as_str).or(named)
 }
 
 /// Refuses other methods than GET and HEAD, and foreign host names; restricts the browser.

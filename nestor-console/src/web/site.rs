@@ -85,7 +85,7 @@ impl Site {
 
     /// All Events, newest first.
     fn events(&self) -> Vec<EventRow> {
-        let all = self.watches.events.iter().flat_map(|informer| informer.list());
+        let all = self.watches.events.iter().flat_map(kube_kit::informer::Informer::list);
         let mut rows: Vec<EventRow> = all.filter_map(|event| EventRow::of(&event)).collect();
         rows.sort_by(|a, b| (b.time, &b.uid).cmp(&(a.time, &a.uid)));
         rows

@@ -51,7 +51,7 @@ fn row(pool: &infra_api::Pool) -> Markup {
     let verdict = decide(pool);
     html! {
         tr {
-            th scope="row" { code { (safe(&pool.name.to_string())) } }
+            th scope="row" { code { (safe(pool.name.as_ref())) } }
             td { (safe(pool.labels.get(infra_api::ZONE_LABEL).map_or("all", |zone| zone))) }
             (fill("used", pool.used_bytes, pool.capacity_bytes))
             (fill("reserved", pool.reserved_bytes, pool.capacity_bytes))

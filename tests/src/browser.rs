@@ -164,7 +164,7 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
     }
 
-    /// Takes a picture of the page (PNG), and keeps it for the documentation if [`PICTURES`] is set.
+    /// Takes a picture of the page (PNG), and keeps it for the documentation if `NESTOR_PICTURES` names a folder.
     pub async fn picture(&self, name: &str) -> Result<()> {
         let bytes = self.screenshot().await?;
         anyhow::ensure!(bytes.starts_with(b"\x89PNG"), "{name}: not a PNG");

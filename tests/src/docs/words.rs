@@ -51,15 +51,45 @@ fn flags(text: &str) -> impl Iterator<Item = &str> {
 
 /// The flags of each of our programs and subcommands, by its words, such as `storage-infra pool add`.
 fn own_flags() -> Result<BTreeMap<String, BTreeSet<String>>> {
-    let mut programs = BTreeMap::new();
+    let mut programs: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut groups: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for Block { text, .. } in Page::read(FLAGS)?.blocks {
-        let usage = text.lines().find_map(|line| line.strip_prefix("Usage: ")).context("no usage")?;
-        let words = usage.split(' ').take_while(|word| !word.starts_with(['[', '<', '-']));
-        let options = text.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
-        let found = options.filter_map(|line| flags(line).next().map(str::to_owned));
-        programs.insert(words.collect::<Vec<_>>().join(" "), found.collect());
+        let words = usage_words(&text)?;
+        for paragraph in text.split("\n\n") {
+            let (heading, rest) = paragraph.split_once(':').unwrap_or((paragraph, ""));
+            let flags = match rest.strip_prefix(" as of ") {
+                Some(earlier) => earlier_group(&groups, earlier, heading)?,
+                None => listed_flags(paragraph),
+            };
+            programs.entry(words.clone()).or_default().extend(flags.iter().cloned());
+            groups.insert((words.clone(), heading.to_owned()), flags);
+        }
     }
     Ok(programs)
+}
+
+/// The words of a program or subcommand in its help.
+fn usage_words(help: &str) -> Result<String> {
+    let usage = help.lines().find_map(|line| line.strip_prefix("Usage: ")).context("no usage")?;
+    let words = usage.split(' ').take_while(|word| !word.starts_with(['[', '<', '-']));
+    Ok(words.collect::<Vec<_>>().join(" "))
+}
+
+/// The flags of a group that the page has printed for an earlier command. The page names plugins of kubectl by their file.
+fn earlier_group(
+    groups: &BTreeMap<(String, String), BTreeSet<String>>,
+    command: &str,
+    heading: &str,
+) -> Result<BTreeSet<String>> {
+    let command = command.trim().replace("kubectl-", "kubectl ");
+    let group = groups.get(&(command.clone(), heading.to_owned())).cloned();
+    group.with_context(|| format!("{FLAGS}: {command} has no {heading}"))
+}
+
+/// The flags that a part of a help describes.
+fn listed_flags(paragraph: &str) -> BTreeSet<String> {
+    let options = paragraph.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
+    options.filter_map(|line| flags(line).next().map(str::to_owned)).collect()
 }
 
 /// The flags that a command line of our programs may have: those of its program and subcommand, and of what is below it.

@@ -266,7 +266,7 @@ impl Provisioner {
     }
 
     /// Writes the trace context of this deletion to the claim, if the deletion is traced. Returns the resourceVersion with which
-    /// to delete. A failure is ignored: the deletion reports what is wrong.
+    /// to delete, which is new if there was one. A failure is ignored: the deletion reports what is wrong.
     async fn write_context(
         &self,
         name: &ClaimName,
@@ -279,7 +279,7 @@ impl Provisioner {
             return resource_version;
         };
         match self.claims.patch(name, patch).await {
-            Ok(patched) => patched.metadata.resource_version,
+            Ok(patched) => resource_version.and(patched.metadata.resource_version),
             Err(error) => {
                 tracing::debug!(claim = name.as_str(), %error, "the deletion's trace ends here");
                 resource_version

@@ -49,23 +49,26 @@ fn flags(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// The flags of a program or subcommand, by the heading of their group.
+type Groups = BTreeMap<String, BTreeSet<String>>;
+
 /// The flags of each of our programs and subcommands, by its words, such as `storage-infra pool add`.
 fn own_flags() -> Result<BTreeMap<String, BTreeSet<String>>> {
-    let mut programs: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    let mut groups: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
+    let mut programs: BTreeMap<String, Groups> = BTreeMap::new();
     for Block { text, .. } in Page::read(FLAGS)?.blocks {
-        let words = usage_words(&text)?;
+        let mut groups = Groups::new();
         for paragraph in text.split("\n\n") {
             let (heading, rest) = paragraph.split_once(':').unwrap_or((paragraph, ""));
             let flags = match rest.strip_prefix(" as of ") {
-                Some(earlier) => earlier_group(&groups, earlier, heading)?,
+                Some(earlier) => earlier_group(&programs, earlier, heading)?,
                 None => listed_flags(paragraph),
             };
-            programs.entry(words.clone()).or_default().extend(flags.iter().cloned());
-            groups.insert((words.clone(), heading.to_owned()), flags);
+            groups.insert(heading.to_owned(), flags);
         }
+        programs.insert(usage_words(&text)?, groups);
     }
-    Ok(programs)
+    let flatten = |(words, groups): (String, Groups)| (words, groups.into_values().flatten().collect());
+    Ok(programs.into_iter().map(flatten).collect())
 }
 
 /// The words of a program or subcommand in its help.
@@ -77,12 +80,12 @@ fn usage_words(help: &str) -> Result<String> {
 
 /// The flags of a group that the page has printed for an earlier command. The page names plugins of kubectl by their file.
 fn earlier_group(
-    groups: &BTreeMap<(String, String), BTreeSet<String>>,
+    programs: &BTreeMap<String, Groups>,
     command: &str,
     heading: &str,
 ) -> Result<BTreeSet<String>> {
     let command = command.trim().replace("kubectl-", "kubectl ");
-    let group = groups.get(&(command.clone(), heading.to_owned())).cloned();
+    let group = programs.get(&command).and_then(|groups| groups.get(heading)).cloned();
     group.with_context(|| format!("{FLAGS}: {command} has no {heading}"))
 }
 

@@ -2,8 +2,11 @@
 
 use crds::names::{ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_TRACEPARENT};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use process_kit::operation;
 use process_kit::trace::TraceParent;
 use serde_json::{Value, json};
+
+use crate::management::error::ApiError;
 
 /// Adds the context of an operation to a merge patch of an object, or removes that of an earlier operation.
 pub(super) fn add_to(patch: &mut Value, object: &ObjectMeta, context: Option<&TraceParent>) {
@@ -13,9 +16,32 @@ pub(super) fn add_to(patch: &mut Value, object: &ObjectMeta, context: Option<&Tr
     }
 }
 
+/// Writes the context of this deletion to the object with `patch`, if the deletion is traced. Returns the resourceVersion with
+/// which to delete: it is new if there was one. A failure is ignored: the deletion reports what is wrong.
+pub(super) async fn write_before_deletion<P>(
+    object: &ObjectMeta,
+    version: Option<String>,
+    patch: P,
+) -> Option<String>
+where
+    P: AsyncFnOnce(Value) -> Result<ObjectMeta, ApiError>,
+{
+    let context = operation::trace_parent();
+    let Some(body) = before_deletion(object, version.as_deref(), context.as_ref()) else {
+        return version;
+    };
+    match patch(body).await {
+        Ok(patched) => version.and(patched.resource_version),
+        Err(error) => {
+            tracing::debug!(object = object.name, %error, "the deletion's trace ends here");
+            version
+        }
+    }
+}
+
 /// Merge patch with the context of a deletion, which cannot carry one; None if the deletion is not traced, or if the object
 /// has this context already. Fails if the object is not at `version` any more, if that is given.
-pub(super) fn before_deletion(
+fn before_deletion(
     object: &ObjectMeta,
     version: Option<&str>,
     context: Option<&TraceParent>,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use crds::names::{self, ClaimName, CsiName, VmName};
 use kube::api::Preconditions;
 use kube_kit::partial::PersistentVolumeClaim;
-use process_kit::operation;
 use tokio::time::Instant;
 
 use super::Provisioner;
@@ -238,7 +237,9 @@ impl Provisioner {
     ) -> Result<(), DeleteError> {
         let uid = claim.metadata.uid.clone();
         if claim.metadata.deletion_timestamp.is_none() {
-            let resource_version = self.write_context(name, claim, resource_version).await;
+            let patch = async |patch| Ok(self.claims.patch(name, patch).await?.metadata);
+            let resource_version =
+                traces::write_before_deletion(&claim.metadata, resource_version, patch).await;
             let preconditions = Preconditions { uid: uid.clone(), resource_version };
             let deleted = self.claims.delete(name, preconditions).await;
             deleted.map_err(|source| api_error(name, source))?;
@@ -261,28 +262,6 @@ impl Provisioner {
                 let detail =
                     blocking_finalizers(self.claims.own(name).as_deref().map(|claim| &claim.metadata));
                 Err(DeleteError::Deadline { claim: name.to_owned(), detail })
-            }
-        }
-    }
-
-    /// Writes the trace context of this deletion to the claim, if the deletion is traced. Returns the resourceVersion with which
-    /// to delete, which is new if there was one. A failure is ignored: the deletion reports what is wrong.
-    async fn write_context(
-        &self,
-        name: &ClaimName,
-        claim: &PersistentVolumeClaim,
-        resource_version: Option<String>,
-    ) -> Option<String> {
-        let context = operation::trace_parent();
-        let version = resource_version.as_deref();
-        let Some(patch) = traces::before_deletion(&claim.metadata, version, context.as_ref()) else {
-            return resource_version;
-        };
-        match self.claims.patch(name, patch).await {
-            Ok(patched) => resource_version.and(patched.metadata.resource_version),
-            Err(error) => {
-                tracing::debug!(claim = name.as_str(), %error, "the deletion's trace ends here");
-                resource_version
             }
         }
     }

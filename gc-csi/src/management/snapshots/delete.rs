@@ -2,7 +2,6 @@
 
 use crds::names::CsiName;
 use kube::api::{DeleteParams, Preconditions};
-use process_kit::operation;
 use tokio::time::Instant;
 
 use super::{Snapshots, VolumeSnapshot, is_cut};
@@ -104,7 +103,9 @@ impl Snapshots {
     ) -> Result<(), DeleteSnapshotError> {
         let uid = found.metadata.uid.clone();
         if found.metadata.deletion_timestamp.is_none() {
-            let resource_version = self.write_context(name, found, resource_version).await;
+            let patch = async |patch| Ok(self.patch(name, patch).await?.metadata);
+            let resource_version =
+                traces::write_before_deletion(&found.metadata, resource_version, patch).await;
             let parameters = DeleteParams {
                 preconditions: Some(Preconditions { uid: uid.clone(), resource_version }),
                 ..Default::default()
@@ -125,28 +126,6 @@ impl Snapshots {
             let detail = blocking_finalizers(cached.as_deref().map(|cached| &cached.metadata));
             DeleteSnapshotError::Deadline { snapshot: name.to_owned(), detail }
         })
-    }
-
-    /// Writes the trace context of this deletion to the snapshot, if the deletion is traced. Returns the resourceVersion with
-    /// which to delete, which is new if there was one. A failure is ignored: the deletion reports what is wrong.
-    async fn write_context(
-        &self,
-        name: &str,
-        found: &VolumeSnapshot,
-        resource_version: Option<String>,
-    ) -> Option<String> {
-        let context = operation::trace_parent();
-        let version = resource_version.as_deref();
-        let Some(patch) = traces::before_deletion(&found.metadata, version, context.as_ref()) else {
-            return resource_version;
-        };
-        match self.patch(name, patch).await {
-            Ok(patched) => resource_version.and(patched.metadata.resource_version),
-            Err(error) => {
-                tracing::debug!(snapshot = name, %error, "the deletion's trace ends here");
-                resource_version
-            }
-        }
     }
 
     /// The snapshot as the API server returns it now; None if it does not exist.

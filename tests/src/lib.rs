@@ -24,6 +24,7 @@ pub mod inventory;
 mod k8s_attachments;
 mod leftovers;
 pub mod local_pod;
+pub mod machine;
 pub mod management;
 mod objects;
 pub mod own_namespace;

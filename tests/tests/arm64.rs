@@ -1,8 +1,8 @@
 //! Images for arm64: cross-compiled, and their programs start under emulation.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use lab::architecture::Architecture;
 use lab::images::{self, Built, Programs, VERSION};
 use lab::ui::Ui;
@@ -58,14 +58,27 @@ async fn all_start(image: &Built, work: &Path) -> Result<()> {
 fn in_root(root: &Path, program: &str) -> Result<String> {
     let folders = ["", "/usr/local/bin/", "/usr/sbin/", "/usr/bin/"];
     let mut paths = folders.iter().map(|folder| format!("{folder}{program}"));
-    let exists = |path: &String| path.starts_with('/') && root.join(&path[1..]).exists();
+    let exists = |path: &String| path.starts_with('/') && outside(root, path).is_ok_and(|file| file.exists());
     paths.find(exists).with_context(|| format!("no program {program}"))
+}
+
+/// The file at a path in a root filesystem, as this host sees it. Links to absolute paths stay in the root filesystem.
+fn outside(root: &Path, path: &str) -> Result<PathBuf> {
+    let mut file = root.join(path.trim_start_matches('/'));
+    for _ in 0..8 {
+        match std::fs::read_link(&file) {
+            Ok(target) if target.is_absolute() => file = root.join(target.strip_prefix("/")?),
+            Ok(target) => file = file.with_file_name(target),
+            Err(_) => return Ok(file),
+        }
+    }
+    bail!("{path} is a chain of too many links")
 }
 
 /// Checks the machine in the header of an ELF file: 183 is AArch64.
 fn is_of_arm64(root: &Path, program: &str) -> Result<()> {
     let path = in_root(root, program)?;
-    let bytes = std::fs::read(root.join(&path[1..])).context(path)?;
+    let bytes = std::fs::read(outside(root, &path)?).context(path)?;
     ensure!(
         bytes.starts_with(b"\x7fELF") && bytes.get(18..20) == Some(&[183, 0]),
         "{program} is not for arm64"

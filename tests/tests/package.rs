@@ -1,5 +1,5 @@
-//! The Debian package of storage-infra: its build is reproducible, its unit is valid, and the program in it starts with
-//! the capabilities that the unit leaves.
+//! The Debian package of storage-infra: its build is reproducible, its unit is valid, the program in it starts with the
+//! capabilities that the unit leaves, and the service works on a host with systemd.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,8 @@ use lab::ui::Ui;
 use tests::program::Running;
 use tests::{Scenario, run};
 use tokio::process::Command;
+
+mod installed;
 
 /// Highest exposure that `systemd-analyze security` may find, in tenths: 30 of 100.
 const EXPOSURE: &str = "30";

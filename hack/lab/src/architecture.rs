@@ -22,12 +22,25 @@ impl Architecture {
         }
     }
 
-    /// The compiler's and the linker's name of it, if programs for it are cross-compiled.
+    /// Rust's name of it.
+    fn target(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-unknown-linux-gnu",
+            Self::Arm64 => "aarch64-unknown-linux-gnu",
+        }
+    }
+
+    /// The linker's names of it, if programs for it are cross-compiled.
     pub(crate) fn cross(self) -> Option<Cross> {
         match self {
             Self::Amd64 => None,
-            Self::Arm64 => Some(Cross { target: "aarch64-unknown-linux-gnu", gnu: "aarch64-linux-gnu" }),
+            Self::Arm64 => Some(Cross { target: self.target(), gnu: "aarch64-linux-gnu" }),
         }
+    }
+
+    /// A variable of cargo's configuration for programs of it, such as `CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER`.
+    pub(crate) fn setting(self, name: &str) -> String {
+        format!("CARGO_TARGET_{}_{name}", self.target().replace('-', "_")).to_uppercase()
     }
 
     /// The program that removes debug information.
@@ -51,14 +64,9 @@ impl Cross {
         format!("{}-{name}", self.gnu)
     }
 
-    /// A variable of cargo or of the crate cc for the target, such as `CC_aarch64_unknown_linux_gnu`.
+    /// A variable of the crate cc for the target, such as `CC_aarch64_unknown_linux_gnu`.
     pub(crate) fn variable(self, prefix: &str) -> String {
         format!("{prefix}_{}", self.target.replace('-', "_"))
-    }
-
-    /// A variable of cargo's configuration, such as `CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER`.
-    pub(crate) fn setting(self, name: &str) -> String {
-        format!("{}_{name}", self.variable("CARGO_TARGET")).to_uppercase()
     }
 }
 
@@ -78,6 +86,9 @@ mod tests {
         let cross = Architecture::Arm64.cross().unwrap();
         assert_eq!(cross.tool("gcc"), "aarch64-linux-gnu-gcc");
         assert_eq!(cross.variable("CC"), "CC_aarch64_unknown_linux_gnu");
-        assert_eq!(cross.setting("LINKER"), "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER");
+        assert_eq!(
+            Architecture::Arm64.setting("LINKER"),
+            "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER"
+        );
     }
 }

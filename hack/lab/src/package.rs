@@ -21,6 +21,8 @@ const PROGRAM: &str = "storage-infra";
 const CONFIGURATION: &str = "etc/nestor/storage-infra.env";
 /// Packages of libraries that the program is linked to. At least the version of the build's host is required.
 const LIBRARIES: [&str; 3] = ["libc6", "libgcc-s1", "libvirt0"];
+/// Packages of programs: virsh, which the server runs, and kill, by which systemd reloads it.
+const PROGRAMS: [&str; 2] = ["libvirt-clients", "procps"];
 const DESCRIPTION: &str = "Nestor storage infra: volumes as files in pools, and disks of libvirt VMs
  A server with a REST API for Nestor's CSI driver of the management cluster. It keeps volumes as files
  in pools on reflink filesystems, and attaches them to the virtual machines of libvirt.
@@ -68,6 +70,12 @@ pub async fn build(ui: &Ui, binaries: &Path, version: &str, out: &Path) -> Resul
     Ok(file)
 }
 
+/// Returns the root filesystem of a host with systemd, on which the package can be installed. It must not be modified.
+pub async fn host(ui: &Ui) -> Result<PathBuf> {
+    cache::packages::ensure(ui).await?;
+    cache::debian_host(ui, &[&LIBRARIES[..], &PROGRAMS].concat()).await
+}
+
 /// A file of the package in the repository.
 fn source(name: &str) -> Result<Vec<u8>> {
     let path = repository().join("hack/packages").join(PROGRAM).join(name);
@@ -88,7 +96,7 @@ async fn control(root: &Path, version: &str) -> Result<()> {
     let kibibytes =
         run(command("du", ["--summarize", "--apparent-size", "--block-size=1024"]).arg(root)).await?;
     let size = kibibytes.split_whitespace().next().context("du prints no size")?.to_owned();
-    let depends = format!("{}, libvirt-clients", libraries().await?.join(", "));
+    let depends = [libraries().await?, PROGRAMS.map(str::to_owned).to_vec()].concat().join(", ");
     let fields = [
         ("Package", NAME),
         ("Version", version),

@@ -6,8 +6,9 @@ use std::process::{ExitCode, Stdio};
 use anyhow::{Context, Result, bail};
 use tokio::process::Command;
 
+use crate::cache::cargo::release_flags;
 use crate::lab::Lab;
-use crate::run::{Run, repository};
+use crate::run::{Run, repository, target_dir};
 use crate::state::Cluster;
 
 /// Prints or follows a log.
@@ -51,6 +52,9 @@ pub async fn kubectl(run: &Run, cluster: &str, args: &[String]) -> Result<ExitCo
 pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<ExitCode> {
     let mut bench = cargo();
     bench.args(["run", "--quiet", "--release", "-p", "bench", "--", name]).args(args);
+    // With the flags of the lab's programs, since otherwise everything would be built again.
+    let (variable, flags) = release_flags(&repository(), &target_dir()?)?;
+    bench.env(variable, flags);
     if let Some(lab) = lab {
         bench.env("NESTOR_LAB", lab.dir());
     }

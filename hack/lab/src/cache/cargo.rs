@@ -63,9 +63,13 @@ async fn cross_build(ui: &Ui, release: bool, architecture: Architecture, cross: 
     let mut cargo = build_command(&repository(), &CRATES, &target, release);
     cargo.args(["--target", cross.target]);
     cargo.env(cross.variable("CC"), cross.tool("gcc")).env(cross.variable("AR"), cross.tool("ar"));
-    cargo.env(cross.setting("LINKER"), cross.tool("gcc"));
+    cargo.env(architecture.setting("LINKER"), cross.tool("gcc"));
     // Libraries that libvirt is linked to.
-    cargo.env(cross.setting("RUSTFLAGS"), format!("-Clink-arg=-Wl,-rpath-link,{}", folder.display()));
+    let mut flags = vec![format!("-Clink-arg=-Wl,-rpath-link,{}", folder.display())];
+    if release {
+        flags.extend(without_paths(&repository(), &target)?);
+    }
+    cargo.env(architecture.setting("RUSTFLAGS"), flags.join(" "));
     cargo.env("PKG_CONFIG_ALLOW_CROSS", "1").env("PKG_CONFIG_SYSROOT_DIR", &libraries);
     cargo.env("PKG_CONFIG_LIBDIR", folder.join("pkgconfig"));
     finish(ui, &format!("building Nestor for {} with cargo", architecture.name()), &mut cargo).await?;
@@ -99,6 +103,10 @@ pub(crate) async fn build_in(
     release: bool,
 ) -> Result<PathBuf> {
     let mut cargo = build_command(sources, crates, target, release);
+    if release {
+        let (name, flags) = release_flags(sources, target)?;
+        cargo.env(name, flags);
+    }
     finish(ui, "building Nestor with cargo", &mut cargo).await?;
     Ok(target.join(profile(release)))
 }
@@ -111,6 +119,22 @@ fn build_command(sources: &Path, crates: &[&str], target: &Path, release: bool) 
         cargo.arg("--release");
     }
     cargo
+}
+
+/// The variable with the compiler's flags for programs of the release profile for this host.
+pub(crate) fn release_flags(sources: &Path, target: &Path) -> Result<(String, String)> {
+    let flags = without_paths(sources, target)?.join(" ");
+    Ok((Architecture::default().setting("RUSTFLAGS"), flags))
+}
+
+/// Flags of rustc by which programs do not contain the folders of the build, so that builds in different folders give the
+/// same bytes. Of several prefixes that match a path, rustc uses the last.
+fn without_paths(sources: &Path, target: &Path) -> Result<[String; 3]> {
+    let cargo_home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let cargo_home = cargo_home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
+    let cargo_home = cargo_home.context("neither CARGO_HOME nor HOME is set")?;
+    Ok([(sources, "/nestor"), (target, "/nestor/target"), (cargo_home.as_path(), "/cargo")]
+        .map(|(folder, name)| format!("--remap-path-prefix={}={name}", folder.display())))
 }
 
 /// The folder of a profile's programs.

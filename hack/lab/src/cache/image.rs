@@ -73,7 +73,7 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
     let dir = entry(&format!("image-{}", key.hex()), async |out: &Path| {
         let step = ui.step("building the base image of the virtual machines");
         let root = out.join("root");
-        install_debian(&suite, &root).await?;
+        install_debian(&suite, &INCLUDE, &root).await?;
         copy_tree(Path::new("/lib/modules"), &kernel, &root.join("lib/modules")).await?;
         add_tools(tools, &root)?;
         let work = out.join("work");
@@ -95,9 +95,10 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
     })
 }
 
-async fn install_debian(suite: &str, root: &Path) -> Result<()> {
+/// Installs a minimal Debian with these packages, without documentation.
+pub(super) async fn install_debian(suite: &str, packages: &[&str], root: &Path) -> Result<()> {
     let mut debian = command("mmdebstrap", ["--quiet", "--variant=minbase", "--mode=root"]);
-    debian.arg(format!("--include={}", INCLUDE.join(",")));
+    debian.arg(format!("--include={}", packages.join(",")));
     for excluded in ["man", "doc", "locale", "info"] {
         debian.arg(format!("--dpkgopt=path-exclude=/usr/share/{excluded}/*"));
     }

@@ -5,6 +5,7 @@
 
 pub mod cargo;
 mod definitions;
+mod host;
 mod image;
 mod kubernetes;
 mod oci;
@@ -19,6 +20,7 @@ use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
 pub use definitions::{monitoring_definitions, snapshot_definitions};
+pub(crate) use host::debian_host;
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
 pub use kubernetes::Kubernetes;

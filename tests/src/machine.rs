@@ -79,7 +79,16 @@ impl Machine {
         let pid = std::fs::read_to_string(pid_file(&self.folder)).context("it has not started yet")?;
         let mut enter = Command::new("nsenter");
         enter.args(["--target", pid.trim(), "--mount", "--uts", "--ipc", "--net", "--pid"]);
-        enter.args(["--root", "--wdns=/", "env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "sh", "-ec", line]);
+        enter.args([
+            "--root",
+            "--wdns=/",
+            "env",
+            "-i",
+            "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+            "sh",
+            "-ec",
+            line,
+        ]);
         output(&mut enter).await
     }
 }

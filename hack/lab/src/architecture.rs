@@ -86,9 +86,6 @@ mod tests {
         let cross = Architecture::Arm64.cross().unwrap();
         assert_eq!(cross.tool("gcc"), "aarch64-linux-gnu-gcc");
         assert_eq!(cross.variable("CC"), "CC_aarch64_unknown_linux_gnu");
-        assert_eq!(
-            Architecture::Arm64.setting("LINKER"),
-            "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER"
-        );
+        assert_eq!(Architecture::Arm64.setting("LINKER"), "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER");
     }
 }

@@ -28,8 +28,9 @@ struct Host {
 async fn the_service_runs_under_systemd_and_its_data_survive_upgrade_and_purge() -> Result<()> {
     run(|s| async move {
         let packages = tempfile::tempdir_in(s.lab.dir())?;
-        let built =
-            async |version| package::build(&Ui::default(), &s.lab.state().binaries, version, packages.path()).await;
+        let built = async |version| {
+            package::build(&Ui::default(), &s.lab.state().binaries, version, packages.path()).await
+        };
         let (first, later) = (built(VERSION).await?, built(LATER).await?);
         let root = package::host(&Ui::default()).await?;
         let socket = libvirt_socket(&s)?;
@@ -108,7 +109,10 @@ impl Host {
     async fn is_not_started_before_it_is_configured(&self) -> Result<()> {
         self.is("ActiveState", "inactive").await?;
         self.is("UnitFileState", "disabled").await?;
-        ensure!(self.run(&format!("systemctl start {NAME}")).await.is_err(), "it starts without configuration");
+        ensure!(
+            self.run(&format!("systemctl start {NAME}")).await.is_err(),
+            "it starts without configuration"
+        );
         self.is("ActiveState", "failed").await?;
         self.is("ExecMainStatus", "2").await?;
         self.is("NRestarts", "0").await
@@ -136,14 +140,17 @@ impl Host {
         let process = self.property("MainPID").await?;
         let status = self.run(&format!("cat /proc/{process}/status")).await?;
         let has = |name: &str, value: &str| {
-            status.lines().any(|line| line.split_once(':').is_some_and(|(n, v)| n == name && v.trim() == value))
+            status
+                .lines()
+                .any(|line| line.split_once(':').is_some_and(|(n, v)| n == name && v.trim() == value))
         };
         // Bits 1, 2, 3 and 19: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_SYS_PTRACE.
         ensure!(has("CapEff", "000000000008000e") && has("CapBnd", "000000000008000e"), "{status}");
         ensure!(has("NoNewPrivs", "1") && has("Seccomp", "2"), "{status}");
         let mode = self.run("stat --format=%a /var/lib/nestor").await?;
         ensure!(mode.trim() == "700", "/var/lib/nestor has mode {mode}");
-        let unit = std::fs::read_to_string(self.machine.path(&format!("usr/lib/systemd/system/{NAME}.service")))?;
+        let unit =
+            std::fs::read_to_string(self.machine.path(&format!("usr/lib/systemd/system/{NAME}.service")))?;
         ensure!(setting(&unit, "ProtectSystem")? == "full", "{unit}");
         let write = format!("nsenter --target {process} --mount touch /etc/nestor/written");
         ensure!(self.run(&write).await.is_err(), "it can write to /etc");
@@ -196,7 +203,8 @@ impl Host {
         let process = self.property("MainPID").await?;
         self.run(&format!("kill -STOP {process}")).await?;
         eventually("systemd restarts the server", PATIENCE, || async {
-            let state = self.run(&format!("systemctl show --property=NRestarts,ActiveState --value {NAME}")).await?;
+            let state =
+                self.run(&format!("systemctl show --property=NRestarts,ActiveState --value {NAME}")).await?;
             let words: Vec<&str> = state.split_whitespace().collect();
             Ok(if words.contains(&"1") && words.contains(&"active") { Ok(()) } else { Err(state) })
         })
@@ -214,7 +222,10 @@ impl Host {
         let version = self.run(&format!("dpkg-query --show --showformat='${{Version}}' {NAME}")).await?;
         ensure!(version == LATER, "{version}");
         ensure!(self.property("MainPID").await? != before, "the upgrade does not restart the service");
-        ensure!(self.run("cat /etc/nestor/storage-infra.env").await? == configured, "the configuration changed");
+        ensure!(
+            self.run("cat /etc/nestor/storage-infra.env").await? == configured,
+            "the configuration changed"
+        );
         Ok(())
     }
 
@@ -225,14 +236,18 @@ impl Host {
         self.is("ExecMainStatus", "0").await?;
         self.run(&format!("systemctl start {NAME}; dpkg --remove {NAME}")).await?;
         self.is("LoadState", "not-found").await?;
-        ensure!(self.run("grep --line-regexp storage-infra /proc/[0-9]*/comm").await.is_err(), "it still runs");
+        ensure!(
+            self.run("grep --line-regexp storage-infra /proc/[0-9]*/comm").await.is_err(),
+            "it still runs"
+        );
         self.run("test -e /etc/nestor/storage-infra.env").await?;
         let said = self.run(&format!("dpkg --purge {NAME}")).await?;
         for kept in ["/var/lib/nestor", "/var/backups/nestor", "/etc/nestor"] {
             ensure!(said.contains(&format!("{kept} is kept")), "{kept}: {said}");
             self.run(&format!("test -n \"$(ls -A {kept})\"")).await?;
         }
-        self.run("test ! -e /etc/nestor/storage-infra.env; test -n \"$(find /srv/pool -type f -size 8M)\"").await?;
+        self.run("test ! -e /etc/nestor/storage-infra.env; test -n \"$(find /srv/pool -type f -size 8M)\"")
+            .await?;
         Ok(())
     }
 }

@@ -24,7 +24,7 @@ const MGMT: &str = "mgmt-csi";
 const MISSING: usize = 128;
 /// Number of attachments of a dead VM.
 const DEAD_ATTACHMENTS: usize = 1000;
-/// Number of disks that are attached and detached repeatedly: enough to use up the burst.
+/// Number of disks that are attached and removed: enough to count as flapping.
 const NOISY_DISKS: usize = 40;
 
 fn entry(claim: &str) -> Value {
@@ -183,37 +183,79 @@ async fn vm_in_own_namespace(s: &Scenario, claims: usize) -> Result<(OwnNamespac
     Ok((namespace, node, made))
 }
 
+/// Waits until a VM's status has a disk that `pick` accepts, and returns its name.
+async fn wait_for_disk(
+    vms: &Api<crds::VirtualMachine>,
+    vm: &str,
+    pick: impl Fn(&crds::VirtualMachineVolumeStatus) -> bool,
+) -> Result<String> {
+    eventually(&format!("a disk of VM {vm}"), PATIENCE, || async {
+        let all = vms.get(vm).await?.status.unwrap_or_default().volumes;
+        Ok(all
+            .iter()
+            .find(|disk| pick(disk))
+            .map(|disk| disk.name.clone())
+            .ok_or(format!("{:?}", all.first())))
+    })
+    .await
+}
+
+fn is_attached(disk: &crds::VirtualMachineVolumeStatus) -> bool {
+    disk.attached
+}
+
+fn is_delayed(disk: &crds::VirtualMachineVolumeStatus) -> bool {
+    let error = disk.error.as_deref().unwrap_or_default();
+    !disk.attached
+        && error.starts_with("AttachDelayed")
+        && error.contains("attached in its turn, at about 20")
+}
+
 #[tokio::test]
-async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()> {
+async fn a_vm_that_flaps_waits_with_a_message_and_delays_no_other_guest() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let (namespace, noisy, claims) = vm_in_own_namespace(&s, NOISY_DISKS).await?;
         s.stop_component(SHIM).await?;
-        let flags = ["--attach-burst=40", "--attach-rate=1"];
+        let flags = ["--attach-burst=40", "--attach-rate=2"];
         let shim = shim_replica(&s, &management_cluster(&s)?.kubeconfig_of(SHIM), &flags).await?;
-        let client = &s.management;
-        let is_attached = |disk: &crds::VirtualMachineVolumeStatus| disk.attached;
+        let (client, vms) = (&s.management, namespace.vms());
         set_volumes(client, &namespace.name, &noisy.name, &claims).await?;
         wait_for_disks(client, &namespace.name, &noisy.name, NOISY_DISKS, is_attached).await?;
         set_volumes(client, &namespace.name, &noisy.name, &[]).await?;
         wait_for_disks(client, &namespace.name, &noisy.name, 0, |_| true).await?;
-        // The burst is used up: the second round of attaches is rate-limited.
+        // All disks were removed within a minute: now there is one attach per second, and each disk that waits says why.
         set_volumes(client, &namespace.name, &noisy.name, &claims).await?;
+        wait_for_disk(&vms, &noisy.name, is_delayed).await?;
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        let status = namespace.vms().get(&noisy.name).await?.status.unwrap_or_default();
-        let attached = status.volumes.iter().filter(|disk| disk.attached).count();
-        ensure!(attached < NOISY_DISKS, "the other guest waited until all {attached} were attached");
-        // All of them are attached in the end.
-        wait_for_disks(client, &namespace.name, &noisy.name, NOISY_DISKS, is_attached).await?;
-        let events = eventually("an event about the VM", PATIENCE, || async {
-            let found = events_of(client, &namespace.name, &noisy.name).await?;
-            Ok(if found.is_empty() { Err("no event".to_owned()) } else { Ok(found) })
+        let first = wait_for_disk(&vms, &noisy.name, is_attached).await?;
+        let disks = async || anyhow::Ok(vms.get(&noisy.name).await?.status.unwrap_or_default().volumes);
+        ensure!(disks().await?.iter().any(is_delayed), "the other guest waited until all were attached");
+        // A detach does not wait.
+        let others: Vec<String> =
+            claims.iter().filter(|claim| names::volume_entry(claim) != first).cloned().collect();
+        set_volumes(client, &namespace.name, &noisy.name, &others).await?;
+        eventually("the disk is detached", PATIENCE, || async {
+            let left = disks().await?.into_iter().find(|disk| disk.name.starts_with(&first));
+            Ok(left.map_or(Ok(()), |left| Err(format!("{left:?}"))))
         })
         .await?;
-        let reasons: Vec<_> = events.iter().filter_map(|event| event.reason.as_deref()).collect();
-        assert_eq!(reasons, ["AttachDelayed"]);
+        ensure!(disks().await?.iter().any(is_delayed), "the detach waited until all others were attached");
+        // The others are attached in the end.
+        wait_for_disks(client, &namespace.name, &noisy.name, NOISY_DISKS - 1, is_attached).await?;
+        let event = eventually("an event about the VM", PATIENCE, || async {
+            let found = events_of(client, &namespace.name, &noisy.name).await?;
+            Ok(found.into_iter().next().ok_or_else(|| "no event".to_owned()))
+        })
+        .await?;
+        let note = event.message.unwrap_or_default();
+        assert_eq!(event.reason.as_deref(), Some("AttachDelayed"));
+        ensure!(
+            note.contains("removed 33 or more disks within a minute") && note.contains(" wait, "),
+            "{note}"
+        );
         set_volumes(client, &namespace.name, &noisy.name, &[]).await?;
         wait_for_disks(client, &namespace.name, &noisy.name, 0, |_| true).await?;
         let status = shim.stop().await?;

@@ -42,7 +42,7 @@ crds::reasons! {
         AttachmentRefused,
         /// The VM has more entries than can be attached.
         TooManyVolumes,
-        /// The attach rate limit of the VM is exceeded. Only in Events.
+        /// The attach rate limit of the VM is exceeded. In the status only if the VM flaps.
         AttachDelayed,
     }
 }
@@ -56,6 +56,8 @@ pub enum Obstacle {
     CacheLag,
     /// Creating the VolumeAttachment failed, with this message.
     Refused(String),
+    /// The VM flaps, with this message: the VolumeAttachment is created later.
+    Delayed(String),
 }
 
 /// Writes for one VM.
@@ -258,6 +260,7 @@ fn problem(vm: &Vm, claim: &ClaimName, obstacle: &Obstacle) -> Option<(Reason, S
     match obstacle {
         Obstacle::CacheLag => None,
         Obstacle::Refused(text) => Some((Reason::AttachmentRefused, text.clone())),
+        Obstacle::Delayed(text) => Some((Reason::AttachDelayed, text.clone())),
         Obstacle::ClaimMissing => {
             let text = format!(
                 "PersistentVolumeClaim {}/{claim} does not exist in the management cluster; the disk is attached once it \

@@ -245,6 +245,17 @@ fn a_failed_create_is_reported() {
 }
 
 #[test]
+fn a_delayed_attach_is_reported() {
+    let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
+    let plan = with_obstacle(&vm, Obstacle::Delayed("later".to_owned()));
+    assert_eq!(plan.create.len(), 1);
+    assert_eq!(
+        plan.status.unwrap(),
+        [json!({"name": "a", "attached": false, "error": "AttachDelayed: later"})]
+    );
+}
+
+#[test]
 fn a_missing_claim_gets_no_attachment_and_an_error() {
     let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
     let plan = with_obstacle(&vm, Obstacle::ClaimMissing);

@@ -149,8 +149,8 @@ impl Reconciler {
         }
         self.report(&vm, &missing);
         let mut next = missing.recheck_after.map_or(NextAction::AwaitChange, NextAction::RequeueAfter);
-        if self.delay(key, &vm, &mut plan) {
-            next = NextAction::RequeueAfter(self.attach_limiter.wait());
+        if let Some(wait) = self.limit_attaches(key, &vm, &mut plan, &mut missing.obstacles) {
+            next = sooner(next, wait);
         }
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
         let creates = join_all(plan.create.iter().map(|attachment| self.create(key, &api, attachment)));
@@ -205,27 +205,35 @@ impl Reconciler {
         self.missing_claims.of(key, vm, exists)
     }
 
-    /// Removes from a plan the attaches that exceed the rate limit. Returns whether there were any.
-    fn delay(&self, key: &Key, vm: &Vm, plan: &mut Plan) -> bool {
+    /// Removes from a plan the attaches that exceed the rate limit, and returns when to continue with them. If the VM flaps,
+    /// each entry reports it, so that the guest's user learns why the disk is not attached.
+    fn limit_attaches(
+        &self,
+        key: &Key,
+        vm: &Vm,
+        plan: &mut Plan,
+        obstacles: &mut BTreeMap<ClaimName, Obstacle>,
+    ) -> Option<Duration> {
         let oldest = Timestamp::now() - RECENT;
         let is_recent = |attachment: &&VolumeAttachment| {
             attachment.metadata.creation_timestamp.as_ref().is_some_and(|at| at.0 > oldest)
         };
-        self.attach_limiter.record_removals(key, plan.delete.iter().filter(is_recent).count());
-        let desired = plan.create.len();
-        plan.create.truncate(self.attach_limiter.acquire(key, desired));
-        let delayed = desired - plan.create.len();
-        if delayed > 0 {
-            let rate = self.attach_limiter.rate();
-            let note = format!(
-                "attach rate limit of this VirtualMachine exceeded (burst {}, then {} disks per second): {delayed} attaches \
-                 are delayed",
-                rate.burst, rate.per_second
-            );
-            self.events.warning_once(self.reference(vm), "Attach", Reason::AttachDelayed.as_str(), note);
-            tracing::debug!(vm = %key, delayed, "attaches delayed");
+        self.attach_limiter.count_removals(key, plan.delete.iter().filter(is_recent).count());
+        let grant = self.attach_limiter.acquire(key, plan.create.len());
+        let delayed = plan.create.split_off(grant.disks);
+        if delayed.is_empty() {
+            return None;
         }
-        delayed > 0
+        let (cause, last_at) = (grant.cause(), grant.last_at.strftime("%FT%TZ"));
+        let note = format!("{cause}; {} disks wait, the last until about {last_at}", delayed.len());
+        tracing::debug!(vm = %key, "attaches delayed: {note}");
+        self.events.warning_once(self.reference(vm), "Attach", Reason::AttachDelayed.as_str(), note);
+        if grant.is_flapping {
+            let text = format!("{cause}; the disk is attached in its turn, at about {last_at} at the latest");
+            let delayed = delayed.into_iter().map(|attachment| attachment.spec.volume_name);
+            obstacles.extend(delayed.map(|claim| (claim, Obstacle::Delayed(text.clone()))));
+        }
+        Some(grant.wait())
     }
 
     /// Emits one event for all missing claims, and one for the entries beyond the limit.

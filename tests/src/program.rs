@@ -119,6 +119,11 @@ impl Running {
         self.port
     }
 
+    /// The address on which it listens.
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
     /// Its standard error so far.
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -1,7 +1,8 @@
 //! Prometheus: the charts' alerting rules, promtool, and a server that scrapes programs on this host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use lab::cache;
@@ -20,10 +21,30 @@ const RULES: [(&str, &str); 3] = [
     ("charts/nestor-management/files/storage-infra-rules.yaml", "tests/rules/storage-infra.yaml"),
     ("charts/nestor-guest/files/rules.yaml", "tests/rules/guest.yaml"),
 ];
-/// Time windows in the rules' expressions. They become [`WINDOW`] for a test that cannot wait for hours.
-const WINDOWS: [&str; 5] = ["10m", "15m", "30m", "1h", "6h"];
-/// Several scrapes.
-const WINDOW: &str = "10s";
+/// Times in the rules' expressions, with what they become for a test that cannot wait for hours. Windows of rates are
+/// several scrapes long; windows in which events are counted are long enough for as many events.
+const TIMES: [(&str, &str); 10] = [
+    // An idle watch sends a bookmark every minute.
+    ("{direction=\"received\"}[10m]", "{direction=\"received\"}[90s]"),
+    ("[10m]", "[10s]"),
+    ("[15m]", "[10s]"),
+    ("[30m]", "[1m]"),
+    ("[1h]", "[1m]"),
+    ("[6h]", "[1m]"),
+    ("offset 6h", "offset 15s"),
+    // Of NestorCallsSlow, of NestorQueueSlow and NestorAttachmentOperationsSlow, and of NestorBackupOverdue.
+    (")) > 30", ")) > 3"),
+    (")) > 10", ")) > 1"),
+    ("+ 600", "+ 10"),
+];
+/// The programs' prefixes of metrics, and the jobs that scrape them; a prefix of another one comes after it.
+const JOBS: [(&str, &str); 5] = [
+    ("nestor_gc_csi_node_", "gc-csi-node"),
+    ("nestor_gc_csi_", "gc-csi-controller"),
+    ("nestor_mgmt_csi_", "mgmt-csi"),
+    ("nestor_vm_operator_shim_", "vm-operator-shim"),
+    ("nestor_storage_infra_", "storage-infra"),
+];
 /// Interval of scrapes and evaluations.
 pub(crate) const INTERVAL: &str = "1s";
 
@@ -54,22 +75,46 @@ impl RuleFile {
         groups.flat_map(|group| group["rules"].as_array().into_iter().flatten()).collect()
     }
 
-    /// The rules with short windows, and with pending times of one interval.
+    /// The alerts of the rules: name, and job of a program that it is about.
+    pub fn alerts(&self) -> BTreeSet<(String, &'static str)> {
+        let alerts = self.rules().into_iter().flat_map(|rule| {
+            let name = rule["alert"].as_str().unwrap_or_default().to_owned();
+            jobs_of(rule).into_iter().map(move |job| (name.clone(), job))
+        });
+        alerts.collect()
+    }
+
+    /// The rules with short times, and with pending times of one interval.
     fn shortened(&self) -> Value {
         let mut content = self.content.clone();
         let groups = content["groups"].as_array_mut().into_iter().flatten();
         for rule in groups.flat_map(|group| group["rules"].as_array_mut().into_iter().flatten()) {
             rule["for"] = json!(INTERVAL);
-            rule["expr"] = json!(with_short_windows(rule["expr"].as_str().unwrap_or_default()));
+            rule["expr"] = json!(with_short_times(rule["expr"].as_str().unwrap_or_default()));
         }
         content
     }
 }
 
-fn with_short_windows(expression: &str) -> String {
-    WINDOWS.iter().fold(expression.to_owned(), |text, window| {
-        text.replace(&format!("[{window}]"), &format!("[{WINDOW}]"))
-    })
+fn with_short_times(expression: &str) -> String {
+    TIMES.iter().fold(expression.trim_end().to_owned(), |text, (time, short)| text.replace(time, short))
+}
+
+/// The jobs whose programs have a metric that a rule uses, or whose targets it counts.
+fn jobs_of(rule: &Value) -> BTreeSet<&'static str> {
+    let expression = rule["expr"].as_str().unwrap_or_default();
+    let named = |job: &str| {
+        // In `{job="a"}` or `{job=~"a|b"}`.
+        let selectors = expression.split('{').skip(1).filter_map(|rest| rest.split('}').next());
+        let mut quoted =
+            selectors.filter(|one| one.starts_with("job")).filter_map(|one| one.split('"').nth(1));
+        quoted.any(|jobs| jobs.split('|').any(|one| one == job))
+    };
+    let words = || expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    // The longest prefix counts: `nestor_gc_csi_` begins the metrics of gc-csi-node too.
+    let job_of = |word: &str| JOBS.iter().find(|(prefix, _)| word.starts_with(prefix)).map(|(_, job)| *job);
+    let of_metrics: BTreeSet<&str> = words().filter_map(job_of).collect();
+    JOBS.iter().map(|(_, job)| *job).filter(|job| named(job) || of_metrics.contains(job)).collect()
 }
 
 /// Reads a YAML file.
@@ -103,7 +148,7 @@ pub struct Alert {
 
 impl Alert {
     /// Whether it fires with this name and these labels.
-    fn is(&self, name: &str, labels: &[(&str, &str)]) -> bool {
+    pub fn is(&self, name: &str, labels: &[(&str, &str)]) -> bool {
         let has = |(key, value): (&str, &str)| self.labels.get(key).is_some_and(|has| has == value);
         self.state == "firing" && has(("alertname", name)) && labels.iter().all(|label| has(*label))
     }
@@ -112,7 +157,9 @@ impl Alert {
 /// A server with the shortened rules.
 pub struct Prometheus {
     process: Running,
-    _folder: TempDir,
+    folder: TempDir,
+    /// The content of each job's file of targets.
+    targets: Mutex<BTreeMap<String, Vec<Value>>>,
 }
 
 impl Prometheus {
@@ -126,9 +173,15 @@ impl Prometheus {
             std::fs::write(&path, file.shortened().to_string())?;
             rule_files.push(path);
         }
-        let scrapes = jobs
-            .iter()
-            .map(|(job, targets)| json!({"job_name": job, "static_configs": [{"targets": targets}]}));
+        let targets: BTreeMap<String, Vec<Value>> =
+            jobs.iter().map(|(job, targets)| (job.clone(), vec![json!({"targets": targets})])).collect();
+        for (job, content) in &targets {
+            std::fs::write(targets_file(folder.path(), job), json!(content).to_string())?;
+        }
+        let scrapes = jobs.keys().map(|job| {
+            let file = targets_file(folder.path(), job);
+            json!({"job_name": job, "file_sd_configs": [{"files": [file], "refresh_interval": INTERVAL}]})
+        });
         let config = json!({
             "global": {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL},
             "rule_files": rule_files,
@@ -141,9 +194,34 @@ impl Prometheus {
         let config = format!("--config.file={}", path.display());
         let data = format!("--storage.tsdb.path={}", folder.path().join("data").display());
         let process = Running::listening(&program, &[&config, &data], "--web.listen-address", None).await?;
-        let prometheus = Self { process, _folder: folder };
+        let prometheus = Self { process, folder, targets: Mutex::new(targets) };
         prometheus.ready().await?;
         Ok(prometheus)
+    }
+
+    /// Scrapes one more address of a job, with these labels.
+    pub fn add_target(&self, job: &str, address: &str, labels: &[(&str, &str)]) -> Result<()> {
+        let mut targets = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
+        let content = targets.get_mut(job).with_context(|| format!("there is no job {job}"))?;
+        let labels: BTreeMap<_, _> = labels.iter().copied().collect();
+        content.push(json!({"targets": [address], "labels": labels}));
+        self.write_targets(job, content)
+    }
+
+    /// Scrapes an address of a job no more.
+    pub fn remove_target(&self, job: &str, address: &str) -> Result<()> {
+        let mut targets = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
+        let content = targets.get_mut(job).with_context(|| format!("there is no job {job}"))?;
+        content.retain(|group| group["targets"] != json!([address]));
+        self.write_targets(job, content)
+    }
+
+    fn write_targets(&self, job: &str, content: &[Value]) -> Result<()> {
+        let file = targets_file(self.folder.path(), job);
+        // A server must not read half of it.
+        let new = file.with_extension("new");
+        std::fs::write(&new, json!(content).to_string())?;
+        std::fs::rename(&new, &file).with_context(|| format!("cannot replace {}", file.display()))
     }
 
     async fn ready(&self) -> Result<()> {
@@ -238,6 +316,10 @@ impl Prometheus {
     }
 }
 
+fn targets_file(folder: &Path, job: &str) -> PathBuf {
+    folder.join(format!("targets-{job}.json"))
+}
+
 fn percent_encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
     let encode = |byte: u8| match plain(byte) {
@@ -252,9 +334,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows_are_shortened_and_offsets_are_not() {
-        let short = with_short_windows("rate(a[10m]) / increase(a[1h]) > b offset 6h");
-        assert_eq!(short, "rate(a[10s]) / increase(a[10s]) > b offset 6h");
+    fn times_are_shortened() {
+        let short = with_short_times("rate(a[10m]) / increase(a[1h]) > b offset 6h");
+        assert_eq!(short, "rate(a[10s]) / increase(a[1m]) > b offset 15s");
+        assert_eq!(
+            with_short_times("histogram_quantile(0.9, sum(rate(a[10m]))) > 30\n"),
+            "histogram_quantile(0.9, sum(rate(a[10s]))) > 3"
+        );
+    }
+
+    #[test]
+    fn every_time_occurs_in_a_rule() {
+        let files = RuleFile::all().unwrap();
+        let rules = files.iter().flat_map(RuleFile::rules);
+        let all: String = rules.filter_map(|rule| rule["expr"].as_str()).collect();
+        for (time, _) in TIMES {
+            assert!(all.contains(time), "{time}");
+        }
+    }
+
+    #[test]
+    fn a_rule_is_about_the_jobs_of_its_metrics_and_of_its_targets() {
+        let jobs = |expression: &str| jobs_of(&json!({"expr": expression})).into_iter().collect::<Vec<_>>();
+        assert_eq!(jobs("a{code=~\"b|mgmt-csi\"} + nestor_gc_csi_leader"), ["gc-csi-controller"]);
+        assert_eq!(jobs("sum(nestor_gc_csi_node_x or nestor_mgmt_csi_x)"), ["gc-csi-node", "mgmt-csi"]);
+        assert_eq!(jobs("up{job=~\"mgmt-csi|vm-operator-shim\"} == 0"), ["mgmt-csi", "vm-operator-shim"]);
     }
 
     #[test]

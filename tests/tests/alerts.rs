@@ -4,19 +4,31 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
+use futures::future::FutureExt;
 use lab::run::repository;
-use lab::{Lab, NodePlugin};
 use serde_json::Value;
 use tests::prometheus::{Prometheus, RuleFile, promtool, yaml};
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{PATIENCE, eventually};
+
+mod drift;
+pub(crate) mod faults;
+mod fleet;
+mod leaders;
+mod links;
+mod node;
+mod pools;
+mod programs;
+pub(crate) mod site;
+mod storage;
+
+use faults::{QUICK, SLOW, fire_and_clear};
+use site::in_lab;
 
 const METRICS: &str = include_str!("../../docs/reference/metrics.md");
 const RUNBOOK: &str = include_str!("../../docs/guides/runbooks/alerts.md");
 const GUIDE: &str = include_str!("../../docs/guides/monitoring.md");
 /// The page of the alerts, as in their annotation `runbook_url`.
 const RUNBOOK_PATH: &str = "docs/guides/runbooks/alerts.md";
-/// The guest whose gc-csi has two replicas in the test.
-const GUEST: &str = "g1";
 /// The programs of a page's heading "All programs".
 const PROGRAMS: [&str; 5] = ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 /// What a program appends to the name of a histogram.
@@ -160,69 +172,27 @@ fn rules_and_dashboards_use_documented_metrics() -> Result<()> {
     Ok(())
 }
 
-/// The address of a component's metrics.
-fn address(lab: &Lab, component: &str) -> Result<String> {
-    let url = lab.metrics_url(component)?;
-    let address = url.strip_prefix("http://").and_then(|rest| rest.strip_suffix("/metrics"));
-    Ok(address.with_context(|| format!("unexpected URL {url}"))?.to_owned())
-}
-
-/// The targets in the lab by job, as the guide names the jobs.
-fn jobs(s: &Scenario, plugin: &NodePlugin) -> Result<BTreeMap<String, Vec<String>>> {
-    let components = [
-        ("mgmt-csi", vec!["mgmt-csi", "mgmt-csi-2"]),
-        ("vm-operator-shim", vec!["vm-operator-shim", "vm-operator-shim-2"]),
-        ("gc-csi-controller", vec!["g1-gc-csi", "g1-gc-csi-2"]),
-        ("gc-csi-node", vec![&*plugin.component]),
-        ("storage-infra", vec!["storage-infra"]),
-    ];
-    let jobs = components.into_iter().map(|(job, components)| {
-        let addresses = components.into_iter().map(|component| address(&s.lab, component));
-        Ok((job.to_owned(), addresses.collect::<Result<Vec<_>>>()?))
-    });
-    jobs.collect()
+#[test]
+fn the_faults_cause_every_alert_of_every_program() -> Result<()> {
+    let rules: BTreeSet<(String, &str)> = RuleFile::all()?.iter().flat_map(RuleFile::alerts).collect();
+    let faults = QUICK.iter().chain(&SLOW).flat_map(|group| group.iter());
+    let caused = faults.flat_map(|fault| fault.alerts);
+    let caused: Vec<(String, &str)> = caused.map(|(name, job)| ((*name).to_owned(), *job)).collect();
+    let once: BTreeSet<(String, &str)> = caused.iter().cloned().collect();
+    assert_eq!(once, rules, "alerts that faults cause, and alerts of the rules");
+    assert_eq!(caused.len(), once.len(), "an alert is caused by two faults");
+    Ok(())
 }
 
 #[tokio::test]
 async fn prometheus_scrapes_every_program_and_alerts_fire_on_faults_and_clear() -> Result<()> {
-    let _alone = alone().await;
-    let lab = Lab::from_env()?;
-    lab.scale(GUEST, 2).await?;
-    let outcome = run(|s| async move {
-        let node = s.node().await?;
-        let plugin = s.lab.spawn_node_plugin(&node).await?;
-        let outcome = with_plugin(&s, &plugin).await;
-        s.lab.remove_node_plugin(&plugin).await?;
-        outcome
-    })
-    .await;
-    let scaled_back = lab.scale(GUEST, 1).await;
-    outcome.and(scaled_back)
-}
-
-async fn with_plugin(s: &Scenario, plugin: &NodePlugin) -> Result<()> {
-    let jobs = jobs(s, plugin)?;
-    let prometheus = Prometheus::start(&jobs).await?;
-    every_target_is_up(&prometheus, &jobs).await?;
-    every_rule_is_evaluated(&prometheus).await?;
-    every_dashboard_can_be_queried(&prometheus).await?;
-    a_killed_leader_is_noticed(s, &prometheus).await?;
-    a_missing_pool_is_noticed(s, &prometheus).await?;
-    a_full_pool_is_noticed(s, &prometheus).await?;
-    a_stopped_storage_infra_is_noticed(s, &prometheus).await?;
-    prometheus.stop().await
-}
-
-async fn every_target_is_up(prometheus: &Prometheus, jobs: &BTreeMap<String, Vec<String>>) -> Result<()> {
-    let expected: BTreeSet<(String, String)> = jobs
-        .iter()
-        .flat_map(|(job, addresses)| addresses.iter().map(|address| (job.clone(), address.clone())))
-        .collect();
-    eventually("every target is up", PATIENCE, || async {
-        let targets = prometheus.targets().await?;
-        let is_complete = targets.keys().cloned().collect::<BTreeSet<_>>() == expected;
-        let all_up = targets.values().all(|health| health == "up");
-        Ok(if is_complete && all_up { Ok(()) } else { Err(format!("{targets:?}")) })
+    in_lab(|site| {
+        async {
+            every_rule_is_evaluated(&site.prometheus).await?;
+            every_dashboard_can_be_queried(&site.prometheus).await?;
+            fire_and_clear(site, &QUICK).await
+        }
+        .boxed()
     })
     .await
 }
@@ -252,61 +222,4 @@ async fn every_dashboard_can_be_queried(prometheus: &Prometheus) -> Result<()> {
         }
     }
     Ok(())
-}
-
-async fn a_killed_leader_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Result<()> {
-    let job = [("job", "mgmt-csi")];
-    prometheus.is_silent("NestorNoLeader", &job).await?;
-    let leader = eventually("a replica of mgmt-csi leads", PATIENCE, || async {
-        for component in ["mgmt-csi", "mgmt-csi-2"] {
-            if s.lab.metrics(component).await?.lines().any(|line| line == "nestor_mgmt_csi_leader 1") {
-                return Ok(Ok(component));
-            }
-        }
-        Ok(Err("no replica leads".to_owned()))
-    })
-    .await?;
-    let instance = address(&s.lab, leader)?;
-    let target = [("job", "mgmt-csi"), ("instance", &*instance)];
-    s.kill_component(leader).await?;
-    // The other replica waits until the Lease has expired.
-    prometheus.fires("NestorNoLeader", &job).await?;
-    let down = prometheus.fires("NestorTargetDown", &target).await?;
-    ensure!(down.annotations["description"].contains(&instance), "{down:?}");
-    prometheus.is_silent("NestorNoLeader", &job).await?;
-    s.start_component(leader).await?;
-    prometheus.is_silent("NestorTargetDown", &target).await
-}
-
-async fn a_missing_pool_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Result<()> {
-    let pool = s.pool(&[]).await?;
-    let label = [("pool", pool.name.as_str())];
-    prometheus.is_silent("NestorPoolUnhealthy", &label).await?;
-    pool.hide()?;
-    let alert = prometheus.fires("NestorPoolUnhealthy", &label).await?;
-    ensure!(alert.annotations["description"].contains(pool.name.as_str()), "{alert:?}");
-    pool.show()?;
-    prometheus.is_silent("NestorPoolUnhealthy", &label).await
-}
-
-async fn a_full_pool_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Result<()> {
-    let pool = s.pool(&[]).await?;
-    let label = [("pool", pool.name.as_str())];
-    prometheus.is_silent("NestorPoolFull", &label).await?;
-    let filler = pool.fill_up_to(64 << 10).await?;
-    prometheus.fires("NestorPoolFull", &label).await?;
-    let nearly = prometheus.fires("NestorPoolNearlyFull", &label).await?;
-    let description = &nearly.annotations["description"];
-    ensure!(description.contains("is 9") || description.contains("is 100"), "{description}");
-    std::fs::remove_file(filler)?;
-    prometheus.is_silent("NestorPoolFull", &label).await?;
-    prometheus.is_silent("NestorPoolNearlyFull", &label).await
-}
-
-async fn a_stopped_storage_infra_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Result<()> {
-    let job = [("job", "storage-infra")];
-    s.stop_component("storage-infra").await?;
-    prometheus.fires("NestorProgramAbsent", &job).await?;
-    s.start_component("storage-infra").await?;
-    prometheus.is_silent("NestorProgramAbsent", &job).await
 }

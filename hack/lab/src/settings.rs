@@ -1,8 +1,10 @@
 //! Temporary flags of components, to measure the effect of a setting.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use anyhow::{Context, Result};
+use futures::future::try_join_all;
 
 use crate::lab::Lab;
 use crate::state::Component;
@@ -58,38 +60,37 @@ impl Lab {
         settings: &[Setting],
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let mut names: Vec<&String> = settings.iter().map(|setting| &setting.component).collect();
-        names.sort();
-        names.dedup();
-        let mut usual: Vec<(String, Component)> = Vec::new();
-        let changed = async {
-            for name in names {
-                let component = self.run().state()?.components.remove(name);
-                let component = component.with_context(|| {
-                    format!(
-                        "the lab has no component {name:?} to set flags of; `cargo lab status` shows the components"
-                    )
-                })?;
-                usual.push((name.clone(), component.clone()));
-                let mut other = component;
-                for setting in settings.iter().filter(|setting| setting.component == *name) {
-                    setting.put(&mut other.argv);
-                }
-                self.run_as(name, other).await?;
-            }
-            work.await
-        };
-        let outcome = changed.await;
-        for (name, component) in usual {
-            self.run_as(&name, component).await?;
+        let mut usual: BTreeMap<String, Component> = BTreeMap::new();
+        for Setting { component, .. } in settings {
+            let known = self.run().state()?.components.remove(component).with_context(|| {
+                format!(
+                    "the lab has no component {component:?} to set flags of; `cargo lab status` shows the components"
+                )
+            })?;
+            usual.insert(component.clone(), known);
         }
-        outcome
+        let mut changed = usual.clone();
+        for setting in settings {
+            changed.entry(setting.component.clone()).and_modify(|other| setting.put(&mut other.argv));
+        }
+        let outcome = match self.run_all_as(changed).await {
+            Ok(()) => work.await,
+            Err(failed) => Err(failed),
+        };
+        let restored = self.run_all_as(usual).await;
+        outcome.and_then(|value| restored.map(|()| value))
     }
 
-    async fn run_as(&self, name: &str, component: Component) -> Result<()> {
-        self.stop(name).await?;
-        self.run().record(name, component)?;
-        self.start(name).await.with_context(|| format!("{name} does not start with the changed flags"))
+    /// Restarts components with these command lines.
+    async fn run_all_as(&self, components: BTreeMap<String, Component>) -> Result<()> {
+        let restarts = components.into_iter().map(|(name, component)| self.run_as(name, component));
+        try_join_all(restarts).await.map(drop)
+    }
+
+    async fn run_as(&self, name: String, component: Component) -> Result<()> {
+        self.stop(&name).await?;
+        self.run().record(&name, component)?;
+        self.start(&name).await.with_context(|| format!("{name} does not start with the changed flags"))
     }
 }
 

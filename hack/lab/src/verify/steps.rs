@@ -28,8 +28,8 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
-/// Modules that take long: they cross-compile, build a dashboard server, or pack a release twice.
-const LONG: [&str; 3] = ["arm64", "dashboards", "release"];
+/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, or pack a release twice.
+const LONG: [&str; 4] = ["alert_faults", "arm64", "dashboards", "release"];
 
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn long_modules_run_only_in_the_largest_set() {
-        let steps = all(&["arm64", "attach", "dashboards", "release"].map(str::to_owned));
+        let steps = all(&["alert_faults", "arm64", "attach", "dashboards", "release"].map(str::to_owned));
         let normal = select(steps.clone(), Choice::Set(Set::Normal)).unwrap();
         assert!(LONG.iter().all(|module| !names(&normal).contains(module)));
         let all = select(steps, Choice::Set(Set::All)).unwrap();

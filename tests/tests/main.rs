@@ -46,6 +46,7 @@ mod plugin;
 mod pool_lock;
 mod proven_off;
 mod reclaim_policy;
+mod registration;
 mod release;
 mod repair;
 mod requests;

@@ -88,14 +88,15 @@ impl<'a> Fleet<'a> {
         volumes: usize,
     ) -> Result<(FleetVm, Vec<String>)> {
         let (name, uuid) = (unique("vm"), Uuid::new_v4());
-        lab::virtual_machines::create(&self.client, &namespace, &name, &uuid.to_string(), ZONE).await?;
+        lab::virtual_machines::create(&self.client, &namespace, label, &name, &uuid.to_string(), ZONE)
+            .await?;
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         lab::infra::register_node(infra, &name, &uuid.to_string(), ZONE, lab::infra::SIMULATED).await?;
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
         let (mut claims, mut made) = (Vec::new(), Vec::new());
         for _ in 0..volumes {
             let claim = serde_json::from_value(json!({
-                "metadata": {"name": unique("claim"), "labels": {"bench": label}},
+                "metadata": {"name": unique("claim"), "labels": {"bench": label, names::LABEL_CLUSTER_ID: label}},
                 "spec": {
                     "accessModes": ["ReadWriteOnce"], "storageClassName": "nestor",
                     "resources": {"requests": {"storage": "1Mi"}},

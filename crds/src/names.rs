@@ -116,9 +116,15 @@ pub const GUEST_DRIVER: &str = "guest.csi.nestor.dev";
 /// CSI driver name of the management tier.
 pub const MANAGEMENT_DRIVER: &str = "mgmt.csi.nestor.dev";
 
-/// Label on every management object of a guest cluster: the cluster ID of the guest.
+/// Label on every management object of a guest cluster: the cluster ID of the guest. On a management PersistentVolume or
+/// VolumeSnapshotContent, which guests cannot write, it is the authority on whose the data is, and overrides the record in
+/// the volume's attributes. Empty: it is no guest's.
 pub const LABEL_CLUSTER_ID: &str = "nestor.dev/cluster-id";
-/// Prefix of the label with which a platform team shares a claim with a guest: `share.nestor.dev/<cluster ID>: rw|ro`.
+/// Key in `spec.csi.volumeAttributes` of a management PersistentVolume: cluster ID of the guest whose claim it was created
+/// for; empty if it was no guest's. Written by csi-provisioner, once.
+pub const ATTRIBUTE_CLUSTER_ID: &str = LABEL_CLUSTER_ID;
+/// Prefix of the label with which a platform team shares a volume with a guest: `share.nestor.dev/<cluster ID>: rw|ro`. On
+/// the management PersistentVolume it is the authority; mgmt-csi copies it to the claim, where gc-csi reads it.
 pub const LABEL_SHARE_PREFIX: &str = "share.nestor.dev/";
 /// Annotation on a management claim: name of the guest PVC.
 pub const ANNOTATION_GUEST_PVC: &str = "nestor.dev/guest-pvc";

@@ -92,6 +92,10 @@ reasons! {
         VolumeNotFound,
         /// The PersistentVolume belongs to another driver.
         ForeignVolume,
+        /// The VM has no label `nestor.dev/cluster-id`, or it is not recorded, so its guest is unknown.
+        GuestUnknown,
+        /// The volume is neither the VM's guest's own nor shared with it.
+        NotShared,
         /// The storage infra has no node with the UUID.
         NodeNotFound,
         /// The volume is attached to another VM.

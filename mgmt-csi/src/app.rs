@@ -30,6 +30,7 @@ use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
 use crate::infra::{Rest, StorageInfra, monitor, subscribe};
+use crate::ownership;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
 
@@ -50,6 +51,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
     fence: Fence,
     #[command(flatten)]
+    ownership: ownership::OwnershipArgs,
+    #[command(flatten)]
     repair: repair::Options,
     /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.
     #[arg(long, value_name = "NAMESPACE")]
@@ -67,7 +70,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
 
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
-    let attach = AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence);
+    let attach =
+        AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence, args.ownership);
     let repair = Repair::new(&mut registry, args.repair);
     let election = args.lease.election("mgmt-csi", &client, args.cluster.path(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
@@ -131,7 +135,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 };
                 let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
                 let claims = claims.run(client.clone(), infra.clone(), stop.clone());
-                tokio::join!(attach, claims, publish);
+                tokio::join!(attach, attachments.record_guests(), claims, publish);
             };
             election.lead(&ready, &stop, term).await;
         };

@@ -19,6 +19,8 @@ use kube_kit::partial::{
 };
 use tokio_util::sync::CancellationToken;
 
+use crate::ownership::only_ownership;
+
 /// The informers, not started yet.
 pub struct Cluster {
     claims: Builder<PersistentVolumeClaim>,
@@ -171,6 +173,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     });
     claim.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
+        labels: only_ownership(claim.metadata.labels.take()),
         deletion_timestamp: claim.metadata.deletion_timestamp.take(),
         ..identity(&mut claim.metadata)
     };
@@ -194,6 +197,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
 
 fn trim_volume(volume: &mut PersistentVolume) {
     volume.metadata = ObjectMeta {
+        labels: only_ownership(volume.metadata.labels.take()),
         deletion_timestamp: volume.metadata.deletion_timestamp.take(),
         ..identity(&mut volume.metadata)
     };

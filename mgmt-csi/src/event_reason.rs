@@ -16,6 +16,8 @@ crds::reasons! {
         VolumeConditionAbnormal,
         /// On a claim: its volume is healthy again. Also the reason of the condition.
         VolumeConditionNormal,
+        /// On a VirtualMachine: its label `nestor.dev/cluster-id` was changed, which has no effect.
+        GuestLabelChanged,
         /// On a VirtualMachine: it runs again.
         Running,
         /// On a VirtualMachine: it is powered off.

@@ -9,6 +9,8 @@ pub mod cluster;
 pub mod controller;
 mod event_reason;
 pub mod infra;
+pub mod ownership;
 pub mod repair;
 pub mod traces;
+mod virtual_machines;
 pub mod volume_attachment;

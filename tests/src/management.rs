@@ -5,14 +5,18 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use crds::{VirtualMachine, VirtualMachineVolumeStatus, VolumeAttachment, names};
 use infra_api::{Volume, VolumeId};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, ResourceQuota};
+use k8s_openapi::api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, ResourceQuota};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
-use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::{Client, ResourceExt};
+use lab::cluster::MANAGEMENT_NAMESPACE;
 use serde_json::{Value, json};
 
 use crate::objects::set_policy;
 use crate::{PATIENCE, Scenario, eventually};
+
+/// Name of the ConfigMap with the guests of VMs.
+pub const VM_GUESTS: &str = "nestor-vm-guests";
 
 impl Scenario {
     /// Claims in the guest's namespace of the management cluster.
@@ -78,7 +82,26 @@ impl Scenario {
             Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
         })
         .await?;
+        let shares: serde_json::Map<String, Value> = labels
+            .iter()
+            .filter(|(key, _)| key.starts_with(names::LABEL_SHARE_PREFIX))
+            .map(|(key, mode)| ((*key).to_owned(), json!(mode)))
+            .collect();
+        if !shares.is_empty() {
+            self.label_volume(&name, &Value::Object(shares)).await?;
+        }
         Ok(name)
+    }
+
+    /// Sets, or removes by null, labels of a management claim and of its PersistentVolume, as the platform team does to share
+    /// the volume.
+    pub async fn label_volume(&self, claim: &str, labels: &Value) -> Result<()> {
+        let volume = self.claims().get(claim).await?.spec.and_then(|spec| spec.volume_name);
+        let volume = volume.context("the management claim has no volume")?;
+        let (params, patch) = (PatchParams::default(), json!({"metadata": {"labels": labels}}));
+        self.volumes().patch(&volume, &params, &Patch::Merge(&patch)).await?;
+        self.claims().patch(claim, &params, &Patch::Merge(&patch)).await?;
+        Ok(())
     }
 
     /// Creates a VolumeAttributesClass with the same name in both tiers; the management one has these parameters.
@@ -176,6 +199,29 @@ impl Scenario {
         let patch = json!({"metadata": {"annotations": {annotation: "true"}}});
         self.raw_vms().patch(vm, &PatchParams::default(), &Patch::Merge(patch)).await?;
         Ok(())
+    }
+
+    /// Assigns a VirtualMachine to the guest with this cluster ID, as the platform team would: by its label, and by the removal
+    /// of its record.
+    pub async fn assign_vm(&self, vm: &str, cluster_id: &str) -> Result<()> {
+        let params = PatchParams::default();
+        let label = json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: cluster_id}}});
+        let uid = self.vms().patch(vm, &params, &Patch::Merge(label)).await?.uid().context("no UID")?;
+        let records = self.vm_guests();
+        eventually(&format!("VM {vm} is recorded as a node of {cluster_id}"), PATIENCE, || async {
+            let record = records.get(VM_GUESTS).await?.data.unwrap_or_default().remove(&uid);
+            if record.as_deref().is_some_and(|guest| guest != cluster_id) {
+                let removal = Patch::Merge(json!({"data": {&uid: null}}));
+                records.patch(VM_GUESTS, &params, &removal).await?;
+            }
+            Ok(if record.as_deref() == Some(cluster_id) { Ok(()) } else { Err(format!("{record:?}")) })
+        })
+        .await
+    }
+
+    /// ConfigMaps in mgmt-csi's namespace, of which [`VM_GUESTS`] records the guests of VMs.
+    pub fn vm_guests(&self) -> Api<ConfigMap> {
+        Api::namespaced(self.management.clone(), MANAGEMENT_NAMESPACE)
     }
 
     /// Appends an entry to a VirtualMachine's spec.volumes, like a client other than gc-csi.

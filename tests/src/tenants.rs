@@ -50,13 +50,13 @@ impl Scenario {
         Ok(Tenant { name, cluster_id, kubeconfig, namespace: namespace.clone() })
     }
 
-    /// Creates a loop node in the namespace.
-    pub async fn node_in(&self, namespace: &OwnNamespace) -> Result<LoopNode> {
+    /// Creates a loop node of the guest with this cluster ID in the namespace.
+    pub async fn node_in(&self, namespace: &OwnNamespace, cluster_id: &str) -> Result<LoopNode> {
         let record = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let (name, uuid, zone) = (unique("loop"), Uuid::new_v4(), infra::ZONES[0]);
         self.created().infra_nodes.push(uuid);
         let client = namespace.client();
-        virtual_machines::create(client, &namespace.name, &name, &uuid.to_string(), zone).await?;
+        virtual_machines::create(client, &namespace.name, cluster_id, &name, &uuid.to_string(), zone).await?;
         infra::register_node(record, &name, &uuid.to_string(), zone, infra::LOOP).await?;
         let by_id_dir = record.loop_root.join(uuid.to_string());
         Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })

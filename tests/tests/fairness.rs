@@ -158,11 +158,12 @@ async fn a_vm_spec_cannot_have_more_volumes_than_the_limit() -> Result<()> {
 /// Creates a VM in its own namespace, with bound claims there.
 async fn vm_in_own_namespace(s: &Scenario, claims: usize) -> Result<(OwnNamespace, LoopNode, Vec<String>)> {
     let namespace = s.own_namespace().await?;
-    let node = s.node_in(&namespace).await?;
+    let guest = unique("guest");
+    let node = s.node_in(&namespace, &guest).await?;
     let made: Vec<String> = stream::iter(0..claims)
         .map(|_| async {
             let claim: PersistentVolumeClaim = serde_json::from_value(json!({
-                "metadata": {"name": unique("claim")},
+                "metadata": {"name": unique("claim"), "labels": {names::LABEL_CLUSTER_ID: guest}},
                 "spec": {
                     "accessModes": ["ReadWriteOnce"], "storageClassName": "nestor",
                     "resources": {"requests": {"storage": "1Mi"}},

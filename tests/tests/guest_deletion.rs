@@ -46,7 +46,7 @@ impl GuestWithVolume {
         let namespace = s.own_namespace().await?;
         let guest = s.tenant(&namespace).await?;
         let cluster = namespace.cluster(&guest.name, &[]).await?.uid().context("no UID")?;
-        let vm = s.node_in(&namespace).await?;
+        let vm = s.node_in(&namespace, &guest.cluster_id).await?;
         let gc_csi = guest.start_deleting(s).await?;
         let volume = new_claim(&gc_csi.driver).await?;
         namespace.owned(&volume, &cluster, true).await?;
@@ -112,19 +112,26 @@ async fn with_retain_all_objects_stay_and_can_be_listed_by_cluster_id() -> Resul
         assert_eq!(snapshots.iter().map(ResourceExt::name_any).collect::<Vec<_>>(), [snapshot]);
         assert!(snapshots[0].owner_references().is_empty());
 
-        // A guest with the same cluster ID can use the volume again; another guest can after its label is set.
+        // A guest with the same cluster ID can use the volume again; another guest can after the label of the
+        // PersistentVolume is set, which mgmt-csi copies to the claim.
         let again = guest.start(&s, &[]).await?;
-        let vm = s.node_in(&namespace).await?;
+        let vm = s.node_in(&namespace, &guest.cluster_id).await?;
         again.driver.publish(&volume, &vm.name).await?;
         again.driver.unpublish(&volume, &vm.name).await?;
         again.stop().await?;
         let new_owner = s.tenant(&namespace).await?;
         let label =
             Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: new_owner.cluster_id}}}));
-        namespace.claims().patch(&volume, &PatchParams::default(), &label).await?;
+        let claim = namespace.claims().get(&volume).await?;
+        let management_volume = claim.spec.and_then(|spec| spec.volume_name).context("no volume")?;
+        s.volumes().patch(&management_volume, &PatchParams::default(), &label).await?;
+        let vm = s.node_in(&namespace, &new_owner.cluster_id).await?;
         let cluster = namespace.cluster(&new_owner.name, &[]).await?.uid().context("no UID")?;
         let other_gc_csi = new_owner.start_deleting(&s).await?;
-        other_gc_csi.driver.publish(&volume, &vm.name).await?;
+        eventually("the new owner attaches the volume", PATIENCE, || async {
+            Ok(other_gc_csi.driver.publish(&volume, &vm.name).await.map_err(|status| status.to_string()))
+        })
+        .await?;
         other_gc_csi.driver.unpublish(&volume, &vm.name).await?;
         // The volume was not created by that guest, so it is kept when that guest is deleted too.
         wait_for_outliving_metric(&other_gc_csi, 1).await?;
@@ -310,14 +317,17 @@ async fn a_claim_used_by_another_guest_is_kept_when_its_own_guest_is_deleted() -
         let namespace = s.own_namespace().await?;
         let (owner, consumer) = (s.tenant(&namespace).await?, s.tenant(&namespace).await?);
         let cluster = namespace.cluster(&owner.name, &[]).await?.uid().context("no UID")?;
-        let vm = s.node_in(&namespace).await?;
+        let vm = s.node_in(&namespace, &consumer.cluster_id).await?;
         let (own_gc_csi, other_gc_csi) = (owner.start_deleting(&s).await?, consumer.start(&s, &[]).await?);
         let mut volumes = Vec::new();
         for _ in 0..2 {
             let volume = new_claim(&own_gc_csi.driver).await?;
             let share = format!("{}{}", names::LABEL_SHARE_PREFIX, consumer.cluster_id);
             let label = Patch::Merge(json!({"metadata": {"labels": {share: "rw"}}}));
-            namespace.claims().patch(&volume, &PatchParams::default(), &label).await?;
+            // mgmt-csi copies the label to the claim.
+            let claim = namespace.claims().get(&volume).await?;
+            let management_volume = claim.spec.and_then(|spec| spec.volume_name).context("no volume")?;
+            s.volumes().patch(&management_volume, &PatchParams::default(), &label).await?;
             namespace.owned(&volume, &cluster, true).await?;
             volumes.push(volume);
         }

@@ -59,6 +59,7 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
         let repairing = Controller::start_with_fail_points(&s, &id, &repairing, folder.path()).await?;
         let former = Controller::start_as(&s, &id, &patient).await?;
         let node = s.node().await?;
+        s.assign_vm(&node.name, &id).await?;
         s.lab.join_guest(&node).await?;
         let handle = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
         let volume = static_volume(&unique(&s.name), &s.name, &handle, &json!({}))?;

@@ -40,6 +40,7 @@ mod modify;
 mod node;
 mod node_loss;
 mod otel;
+mod ownership;
 mod package;
 mod partition;
 mod plugin;

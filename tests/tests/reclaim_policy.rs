@@ -354,8 +354,7 @@ async fn deletion_of_a_volume_used_by_another_guest_is_refused_until_that_guest_
         let second = s.second_guest().await?;
         let volume = bound(&s, "nestor").await?;
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, second.cluster_id);
-        let share = Patch::Merge(json!({"metadata": {"labels": {share: "rw"}}}));
-        s.claims().patch(&volume.handle, &PatchParams::default(), &share).await?;
+        s.label_volume(&volume.handle, &json!({share: "rw"})).await?;
         let other_pv = second.static_volume(&volume.handle, &json!({})).await?.name_any();
         let record = format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, second.cluster_id);
         eventually("the second guest is recorded", PATIENCE, || async {

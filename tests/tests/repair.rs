@@ -24,6 +24,9 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
     run(|s| async move {
         let (id, controller) = own_controller(&s, &[]).await?;
         let (node, no_node) = (s.node().await?, s.node().await?);
+        for vm in [&node, &no_node] {
+            s.assign_vm(&vm.name, &id).await?;
+        }
         s.lab.join_guest(&node).await?;
         let own = [(names::LABEL_CLUSTER_ID, id.as_str())];
         let claim = |labels: Vec<(&'static str, String)>| {

@@ -55,7 +55,9 @@ async fn a_snapshot_of_another_guest_is_reported_like_a_missing_one() -> Result<
     run(|s| async move {
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &s.cluster_id)], json!({})).await?;
         let unlabelled = s.management_snapshot(&[], &claim).await?;
-        let foreign = s.management_snapshot(&[(names::LABEL_CLUSTER_ID, "another-guest")], &claim).await?;
+        let another = [(names::LABEL_CLUSTER_ID, "another-guest")];
+        let their_claim = s.management_claim(&another, json!({})).await?;
+        let foreign = s.management_snapshot(&another, &their_claim).await?;
         let absent = unique(&s.name);
         let mut messages = Vec::new();
         for (name, handle) in [("absent", &absent), ("unlabelled", &unlabelled), ("foreign", &foreign)] {

@@ -11,7 +11,7 @@ use csi::proto::{
     ValidateVolumeCapabilitiesRequest, VolumeCapability,
 };
 use kube::ResourceExt;
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, PostParams};
 use lab::LoopNode;
 use serde_json::{Value, json};
 use tests::bytes::{checksum, device, noise, read, write};
@@ -265,8 +265,7 @@ async fn a_claim_that_is_no_longer_shared_is_not_found_but_can_be_detached() -> 
         let node = s.node().await?;
         s.driver.publish(&handle, &node.name).await?;
 
-        let unshare = Patch::Merge(json!({"metadata": {"labels": {&shared: null}}}));
-        s.claims().patch(&handle, &PatchParams::default(), &unshare).await?;
+        s.label_volume(&handle, &json!({&shared: null})).await?;
         s.wait_for_event("data", &[&volume, &handle, &shared]).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         s.no_attachments(&node).await?;
@@ -476,8 +475,7 @@ async fn a_refused_volume_is_attached_once_its_management_claim_is_shared() -> R
         // Only a claim that was reported as incompatible is reported as compatible.
         s.wait_for_event("data", &[&volume, &handle]).await?;
 
-        let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));
-        s.claims().patch(&handle, &PatchParams::default(), &shared).await?;
+        s.label_volume(&handle, &json!({share(&s.cluster_id): "rw"})).await?;
         s.k8s_attachments().attached(&attachment).await?;
         let (reason, _) = s.wait_for_event("data", &["now compatible"]).await?;
         assert_eq!(reason, "VolumeCompatible");

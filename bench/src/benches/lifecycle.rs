@@ -133,7 +133,7 @@ async fn add_vms(s: &Scenario, vms: &mut Vec<String>, count: usize) -> Result<()
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| async move {
             let uuid = Uuid::new_v4().to_string();
-            lab::virtual_machines::create(&s.management, &s.namespace, name, &uuid, ZONE).await
+            lab::virtual_machines::create(&s.management, &s.namespace, &s.cluster_id, name, &uuid, ZONE).await
         })
         .await?;
     vms.extend(new);

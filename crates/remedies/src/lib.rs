@@ -4,7 +4,7 @@
 //! are first.
 
 /// Phrases of an error, all of which must occur (without regard to case), and what to do.
-const REMEDIES: [(&[&str], &str); 30] = [
+const REMEDIES: [(&[&str], &str); 32] = [
     (
         &["exceeded quota"],
         "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \
@@ -80,6 +80,15 @@ const REMEDIES: [(&[&str], &str); 30] = [
          PersistentVolume or a snapshot",
     ),
     (&["claimnotbound"], "look at the management claim's events: it is not bound"),
+    (
+        &["guestunknown"],
+        "platform team: label the VirtualMachine nestor.dev/cluster-id=ID (docs/guides/upgrade.md)",
+    ),
+    (
+        &["neither of the", "nor shared with it"],
+        "use a volume of this guest; platform team: share the volume by a label of its PersistentVolume \
+         (docs/guides/static-volumes.md)",
+    ),
     (&["foreignvolume"], "use a claim whose StorageClass has the provisioner mgmt.csi.nestor.dev"),
     (
         &["volumenotfound"],
@@ -131,6 +140,10 @@ mod tests {
             ("management StorageClass gold does not exist", "managementStorageClass"),
             ("no pool for 5Gi: p: too little free space", "free space"),
             ("VolumeInUse: it is attached to VM x", "other VM"),
+            (
+                "NotShared: the volume is neither of the guest of VM x nor shared with it; use a",
+                "share the volume",
+            ),
             ("pods is forbidden: User x cannot list", "grant the right"),
         ] {
             assert!(remedy(text).is_some_and(|remedy| remedy.contains(part)), "{text}");

@@ -149,6 +149,7 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Compone
             ("infra-cert", file("client.crt")),
             ("infra-key", file("client.key")),
             ("capacity-namespace", MANAGEMENT_NAMESPACE.to_owned()),
+            ("vm-record-namespace", MANAGEMENT_NAMESPACE.to_owned()),
             // Short enough for a test, and long enough for every other way of recovery.
             ("repair-grace", "30s".to_owned()),
             ("repair-interval", "5s".to_owned()),

@@ -61,8 +61,8 @@ impl Lab {
         let uuid = Uuid::new_v4();
         let record = LoopNodeRecord { guest: guest.to_owned(), uuid: uuid.to_string() };
         self.run().update(|state| state.loop_nodes.insert(name.to_owned(), record))?;
-        virtual_machines::create(&self.management().await?, &namespace, name, &uuid.to_string(), zone)
-            .await?;
+        let (client, cluster_id) = (self.management().await?, self.cluster_id(guest)?);
+        virtual_machines::create(&client, &namespace, &cluster_id, name, &uuid.to_string(), zone).await?;
         let infra_record = self.infra_record()?;
         infra::register_node(infra_record, name, &uuid.to_string(), zone, hypervisor).await?;
         let root = match hypervisor {

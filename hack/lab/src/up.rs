@@ -306,8 +306,8 @@ async fn register_vms(run: &Run, plan: &Plan) -> Result<()> {
     let infra = state.infra.as_ref().context("no storage infra")?;
     let client = kubeconfig::client(&plan.management.cluster.kubeconfig).await?;
     for (name, machine) in plan.guest_vms() {
-        let namespace = &plan.guest(&machine.guest)?.guest.namespace;
-        virtual_machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+        let Guest { namespace, cluster_id, .. } = state.guests.get(&machine.guest).context("no guest")?;
+        virtual_machines::create(&client, namespace, cluster_id, name, &machine.uuid, &machine.zone).await?;
         infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! `VirtualMachine` objects of the lab's VMs, as a VM Operator would create them.
 
 use anyhow::{Context, Result};
+use crds::names::LABEL_CLUSTER_ID;
 use crds::{VirtualMachine, newest_virtual_machine_version, virtual_machine_resource};
 use kube::Client;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
@@ -32,14 +33,22 @@ fn newest() -> kube::core::ApiResource {
     virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
 }
 
-/// Creates the object of a running VM, with its status.
-pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str, zone: &str) -> Result<()> {
+/// Creates the object of a running VM of the guest with this cluster ID, with its status.
+pub async fn create(
+    client: &Client,
+    namespace: &str,
+    cluster_id: &str,
+    name: &str,
+    uuid: &str,
+    zone: &str,
+) -> Result<()> {
     let api = api(client, namespace).await?;
     let resource = api.resource_url();
     let version = resource.trim_start_matches('/').split('/').nth(2).unwrap_or_default();
     let object = json!({
         "apiVersion": format!("vmoperator.vmware.com/{version}"), "kind": "VirtualMachine",
-        "metadata": {"name": name, "namespace": namespace}, "spec": {},
+        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL_CLUSTER_ID: cluster_id}},
+        "spec": {},
     });
     apply_one(client, object).await?;
     let status = json!({"status": {

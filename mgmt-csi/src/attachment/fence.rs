@@ -3,17 +3,12 @@
 
 use std::sync::Arc;
 
-use crds::names::{self, ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX};
-use crds::{VirtualMachine, VolumeAttachment, virtual_machine_resource};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::{Api, Client};
-use kube_kit::health::Check;
-use kube_kit::informer::{Informer, Key};
-use kube_kit::partial::identity;
+use crds::names::{self, ANNOTATION_OUT_OF_SERVICE};
+use crds::{VirtualMachine, VolumeAttachment};
+use kube_kit::informer::Informer;
 use tokio::time::{Duration, Instant};
-use tokio_util::sync::CancellationToken;
 
-use crate::volume_attachment::vm_owner;
+use crate::virtual_machines::{is_owner, owner_key};
 
 /// Action on a VM that is out of service and does not release a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -24,7 +19,7 @@ pub enum Fence {
     Never,
 }
 
-/// The VMs that are out of service; empty if fencing is disabled.
+/// The VMs, some of which are out of service; empty if fencing is disabled.
 #[derive(Debug, Clone)]
 pub(super) struct OutOfService(Option<Informer<VirtualMachine>>);
 
@@ -34,25 +29,8 @@ impl OutOfService {
         Self(None)
     }
 
-    /// Watches the VirtualMachines; calls `changed` with the key of each that goes out of service.
-    pub(super) fn watch(
-        client: &Client,
-        version: &str,
-        check: Check,
-        stop: &CancellationToken,
-        changed: impl Fn(&Key) + Send + Sync + 'static,
-    ) -> Self {
-        let api = Api::all_with(client.clone(), &virtual_machine_resource(version));
-        let vms = Informer::builder(format!("VirtualMachines ({version})"), api)
-            .trim(trim)
-            .on_change(move |change| {
-                let annotated =
-                    |vm: Option<&Arc<VirtualMachine>>| vm.is_some_and(|one| is_out_of_service(one));
-                if annotated(change.new) && !annotated(change.old) {
-                    changed(change.key);
-                }
-            })
-            .start(check, stop.clone());
+    /// Fencing is enabled for these VMs.
+    pub(super) fn of(vms: Informer<VirtualMachine>) -> Self {
         Self(Some(vms))
     }
 
@@ -68,18 +46,18 @@ impl OutOfService {
     }
 
     fn vm_of(&self, attachment: &VolumeAttachment) -> Option<Arc<VirtualMachine>> {
-        let (vms, owner) = self.0.as_ref().zip(vm_owner(attachment))?;
-        vms.get(&key(attachment, owner))
+        let (vms, owner) = self.0.as_ref().zip(owner_key(attachment))?;
+        vms.get(&owner)
     }
 
     /// Waits until the VM of a VolumeAttachment is out of service; never returns if that does not happen.
     pub(super) async fn wait_for_vm_of(&self, attachment: &VolumeAttachment) {
-        if let Some((vms, owner)) = self.0.as_ref().zip(vm_owner(attachment)) {
+        if let Some((vms, owner)) = self.0.as_ref().zip(owner_key(attachment)) {
             let far = Instant::now() + Duration::from_secs(24 * 60 * 60);
             let annotated = |vm: Option<&Arc<VirtualMachine>>| {
                 owner_is_out_of_service(attachment, vm.map(|vm| &**vm)).then_some(())
             };
-            if vms.wait_for(&key(attachment, owner), far, annotated).await.is_some() {
+            if vms.wait_for(&owner, far, annotated).await.is_some() {
                 return;
             }
         }
@@ -87,32 +65,14 @@ impl OutOfService {
     }
 }
 
-fn key(attachment: &VolumeAttachment, owner: &OwnerReference) -> Key {
-    Key::new(attachment.metadata.namespace.clone().unwrap_or_default(), owner.name.clone())
-}
-
 /// Whether this VM is the owner of the VolumeAttachment, by UID, and is out of service.
 fn owner_is_out_of_service(attachment: &VolumeAttachment, vm: Option<&VirtualMachine>) -> bool {
-    let owner = vm_owner(attachment).map(|owner| &owner.uid);
-    vm.is_some_and(|vm| owner == vm.metadata.uid.as_ref() && is_out_of_service(vm))
+    vm.is_some_and(|vm| is_owner(vm, attachment) && is_out_of_service(vm))
 }
 
-fn is_out_of_service(vm: &VirtualMachine) -> bool {
+pub(super) fn is_out_of_service(vm: &VirtualMachine) -> bool {
     let annotations = vm.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
-}
-
-/// Drops all fields but the identity, the out-of-service annotation and the trace contexts.
-fn trim(vm: &mut VirtualMachine) {
-    vm.types = None;
-    let annotations = vm.metadata.annotations.take().map(|mut all| {
-        all.retain(|key, _| key == ANNOTATION_OUT_OF_SERVICE || key.starts_with(ANNOTATION_TRACE_PREFIX));
-        all
-    });
-    vm.metadata =
-        ObjectMeta { annotations: annotations.filter(|kept| !kept.is_empty()), ..identity(&mut vm.metadata) };
-    vm.spec.volumes = Vec::new();
-    vm.status = None;
 }
 
 #[cfg(test)]
@@ -120,6 +80,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::virtual_machines::trim;
 
     fn vm(uid: &str, annotations: serde_json::Value) -> VirtualMachine {
         serde_json::from_value(json!({

@@ -12,10 +12,9 @@ mod tracker;
 
 use std::sync::Arc;
 
-use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version};
+use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Change as InfraChange, Event, EventKind};
 use kube::{Api, Client};
-use kube_kit::api_versions;
 use kube_kit::events::Events;
 use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::Health;
@@ -30,9 +29,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cluster::{self, Cluster, Volumes};
 use crate::infra::{InfraEvent, StorageInfra};
+use crate::ownership;
+use crate::ownership::vm_guests::VmGuests;
+use crate::virtual_machines::{self, is_owner};
 use crate::volume_attachment::resolve::claim_key;
-use crate::volume_attachment::{self, Shared, is_attached, is_reconciled, vm_owner};
-use fence::{Fence, OutOfService};
+use crate::volume_attachment::{self, Shared, is_attached, is_reconciled};
+use fence::{Fence, OutOfService, is_out_of_service};
 use limiter::VmLimiter;
 use metrics::Metrics;
 use reconcile::Reconciler;
@@ -47,6 +49,9 @@ pub struct AttachController {
     tracker: Arc<Tracker>,
     queue: Queue<Key>,
     by_claim: Arc<Index>,
+    ownership: ownership::OwnershipArgs,
+    /// Requests a comparison of the record of VMs' guests.
+    guest_records: Queue<Key>,
 }
 
 /// The controller, with its watches started.
@@ -54,6 +59,7 @@ pub struct RunningAttachController {
     reconciler: Arc<Reconciler>,
     by_claim: Arc<Index>,
     queue: Queue<Key>,
+    guest_records: Queue<Key>,
 }
 
 impl std::fmt::Debug for RunningAttachController {
@@ -64,7 +70,12 @@ impl std::fmt::Debug for RunningAttachController {
 
 impl AttachController {
     /// Registers the metrics. `concurrent_requests` is the maximum number of concurrent API requests for VolumeAttachments.
-    pub fn new(registry: &mut Registry, concurrent_requests: usize, fence: Fence) -> Self {
+    pub fn new(
+        registry: &mut Registry,
+        concurrent_requests: usize,
+        fence: Fence,
+        ownership: ownership::OwnershipArgs,
+    ) -> Self {
         Self {
             metrics: Metrics::register(registry),
             concurrent_requests,
@@ -72,6 +83,8 @@ impl AttachController {
             tracker: Arc::default(),
             queue: Queue::default(),
             by_claim: Arc::default(),
+            ownership,
+            guest_records: Queue::default(),
         }
     }
 
@@ -96,7 +109,8 @@ impl AttachController {
         let requeue = requeue_by_claim(&self.by_claim, &self.queue);
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
             let bound = |claim: &Arc<PersistentVolumeClaim>| {
-                (claim.metadata.uid.clone(), claim.spec.clone(), claim.status.phase.clone())
+                let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
+                (metadata, claim.spec.clone(), claim.status.phase.clone())
             };
             if change.old.map(bound) != change.new.map(bound) {
                 requeue(change.key);
@@ -104,7 +118,9 @@ impl AttachController {
         });
         let requeue = requeue_by_claim(&self.by_claim, &self.queue);
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
-            if change.old.map(|volume| &volume.spec) == change.new.map(|volume| &volume.spec) {
+            let relevant =
+                |volume: &'_ Arc<PersistentVolume>| (volume.metadata.labels.clone(), volume.spec.clone());
+            if change.old.map(relevant) == change.new.map(relevant) {
                 return;
             }
             for claim in
@@ -124,7 +140,8 @@ impl AttachController {
         ready: &Health,
         stop: CancellationToken,
     ) -> Option<RunningAttachController> {
-        let Self { metrics, concurrent_requests, fence, tracker, queue, by_claim } = self;
+        let Self { metrics, concurrent_requests, fence, tracker, queue, by_claim, ownership, guest_records } =
+            self;
 
         let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
         let attachments = Arc::new(MutationCache::new(builder.informer()));
@@ -155,28 +172,21 @@ impl AttachController {
             .on_reconnect(move || queue_on_reconnect.retry_now())
             .start(check, stop.clone());
 
+        let builder = virtual_machines::builder(&client, ready, &stop).await?;
+        let (vms, watched) = (builder.informer(), watch_vms(&attachments, &queue, &guest_records));
+        let check = ready.check("virtual-machines", "not started yet");
+        builder.on_change(watched).start(check, stop.clone());
         let out_of_service = match fence {
             Fence::Never => OutOfService::disabled(),
-            Fence::PowerOff => {
-                let version_check = ready.check("virtual-machine-version", "not checked yet");
-                let newest = newest_virtual_machine_version;
-                let version = api_versions::wait_for_version(
-                    &client,
-                    VIRTUAL_MACHINE_GROUP,
-                    newest,
-                    &version_check,
-                    &stop,
-                );
-                let version = version.await?;
-                let check = ready.check("virtual-machines", "not started yet");
-                OutOfService::watch(
-                    &client,
-                    version,
-                    check,
-                    &stop,
-                    requeue_terminating_of_vm(&attachments, &queue),
-                )
+            Fence::PowerOff => OutOfService::of(vms.clone()),
+        };
+        let guests = VmGuests::by_label(vms, ownership.unlabelled_vms);
+        let guests = match &ownership.vm_record_namespace {
+            Some(namespace) => {
+                let changed = requeue_by_vm_uid(&attachments, &queue);
+                guests.recorded(&client, namespace, &guest_records, (ready, &stop), changed)
             }
+            None => guests,
         };
 
         let reconciler = Arc::new(Reconciler {
@@ -190,10 +200,11 @@ impl AttachController {
             limiter: VmLimiter::default(),
             requests: FairLimiter::new(requests(concurrent_requests)),
             out_of_service,
+            guests,
             metrics,
             stop,
         });
-        Some(RunningAttachController { reconciler, by_claim, queue })
+        Some(RunningAttachController { reconciler, by_claim, queue, guest_records })
     }
 }
 
@@ -208,19 +219,26 @@ impl RunningAttachController {
             by_claim: self.by_claim.clone(),
             claims: reconciler.claims.clone(),
             volumes: reconciler.volumes.clone(),
+            guests: reconciler.guests.clone(),
             events: reconciler.events.clone(),
             queue: self.queue.clone(),
         }
     }
 
+    /// Records the guests of new VMs until the process is stopped. Only the leader runs this.
+    pub async fn record_guests(&self) {
+        let Reconciler { guests, events, stop, .. } = &*self.reconciler;
+        guests.run(&self.guest_records, events, stop.clone()).await;
+    }
+
     /// Reconciles VolumeAttachments until the process is stopped. Those in backoff are retried as soon as `infra_back` is
     /// notified. `alongside` runs once the caches are synced, and is dropped when the last reconcile ends.
     pub async fn run(&self, infra_back: &Notify, alongside: impl Future<Output = ()>) {
-        let Reconciler { attachments, claims, volumes, stop, .. } = &*self.reconciler;
+        let Reconciler { attachments, claims, volumes, guests, stop, .. } = &*self.reconciler;
         // Unsynced caches would report existing claims as missing.
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = async { tokio::join!(attachments.informer().synced(), claims.synced(), volumes.informer().synced()) } => {}
+            _ = async { tokio::join!(attachments.informer().synced(), claims.synced(), volumes.informer().synced(), guests.synced()) } => {}
         }
         let worker = self.queue.worker("volume-attachments");
         let all = attachments.informer().list();
@@ -274,21 +292,58 @@ async fn requeue_unreconciled(
     }
 }
 
-/// Returns a handler that requeues the terminating VolumeAttachments of a VM.
-fn requeue_terminating_of_vm(
+/// Returns a handler of changes of VMs: requeues the terminating VolumeAttachments of a VM that goes out of service, and those
+/// not attached of a VM whose label changes, which may have to be recorded first.
+fn watch_vms(
     attachments: &Arc<MutationCache<VolumeAttachment>>,
     queue: &Queue<Key>,
-) -> impl Fn(&Key) + Send + Sync + use<> {
-    let (attachments, queue) = (attachments.clone(), queue.clone());
-    move |vm| {
-        for attachment in attachments.informer().list() {
-            if attachment.metadata.deletion_timestamp.is_some()
-                && attachment.metadata.namespace.as_ref() == Some(&vm.namespace)
-                && vm_owner(&attachment).is_some_and(|owner| owner.name == vm.name)
-            {
-                queue.push(Key::of(&*attachment));
-            }
+    guest_records: &Queue<Key>,
+) -> impl Fn(&Change<'_, VirtualMachine>) + Send + Sync + use<> {
+    let (attachments, queue, guest_records) = (attachments.clone(), queue.clone(), guest_records.clone());
+    move |change| {
+        let label = |vm: Option<&Arc<VirtualMachine>>| {
+            vm.and_then(|vm| virtual_machines::label(vm).map(str::to_owned))
+        };
+        let has_new_label = change.old.is_none() || label(change.old) != label(change.new);
+        if has_new_label || change.new.is_none() {
+            guest_records.push(Key::cluster(ownership::vm_guests::CONFIG_MAP));
         }
+        let Some(vm) = change.new else { return };
+        let is_fenced = is_out_of_service(vm) && !change.old.is_some_and(|old| is_out_of_service(old));
+        if !has_new_label && !is_fenced {
+            return;
+        }
+        requeue(&attachments, &queue, |attachment| {
+            is_owner(vm, attachment)
+                && match attachment.metadata.deletion_timestamp.is_some() {
+                    true => is_fenced,
+                    false => has_new_label && !is_attached(attachment),
+                }
+        });
+    }
+}
+
+/// Returns a handler that requeues the VolumeAttachments that are not attached, of the VM with a UID.
+fn requeue_by_vm_uid(
+    attachments: &Arc<MutationCache<VolumeAttachment>>,
+    queue: &Queue<Key>,
+) -> impl Fn(&str) + Send + Sync + use<> {
+    let (attachments, queue) = (attachments.clone(), queue.clone());
+    move |uid| {
+        requeue(&attachments, &queue, |attachment| {
+            volume_attachment::vm_owner(attachment).is_some_and(|owner| owner.uid == uid)
+                && !is_attached(attachment)
+        });
+    }
+}
+
+fn requeue(
+    attachments: &MutationCache<VolumeAttachment>,
+    queue: &Queue<Key>,
+    picks: impl Fn(&VolumeAttachment) -> bool,
+) {
+    for attachment in attachments.informer().list().iter().filter(|attachment| picks(attachment)) {
+        queue.push(Key::of(&**attachment));
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crds::names::FINALIZER_DETACH;
-use crds::{VolumeAttachment, VolumeAttachmentStatus};
-use infra_api::{Attachment, AttachmentId};
+use crds::{AttachReason, VolumeAttachment, VolumeAttachmentStatus};
+use infra_api::{Attachment, AttachmentId, AttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
@@ -33,9 +33,13 @@ use crate::event_reason::EventReason;
 use crate::infra::{
     AttachError, DetachError, Indeterminate, ReadError, StorageInfra, attachment_id, has_same_name,
 };
+use crate::ownership::vm_guests::VmGuests;
+use crate::repair::is_same_disk;
 use crate::volume_attachment::failure::Failure;
 use crate::volume_attachment::resolve::{claim_key, resolve};
-use crate::volume_attachment::{self, describe_vm, has_finalizer, reference, uid_test, vm_reference};
+use crate::volume_attachment::{
+    self, describe_vm, has_finalizer, is_attached, reference, uid_test, vm_reference,
+};
 
 /// Timeout of one call to the storage infra. The operation continues there; the next call returns its result.
 const WAIT: Duration = Duration::from_secs(30);
@@ -68,6 +72,7 @@ pub(super) struct Reconciler {
     /// Limits concurrent requests to the API server; calls to the storage infra do not count.
     pub(super) requests: FairLimiter,
     pub(super) out_of_service: OutOfService,
+    pub(super) guests: VmGuests,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
     pub(super) stop: CancellationToken,
@@ -123,6 +128,9 @@ impl Reconciler {
                     self.metrics.observe("attach", answer.is_ok(), started);
                     observed = match answer {
                         Ok(disk) => Observed::Attached(disk),
+                        Err(AttachError::Conflict(text)) if is_attached(&attachment) => {
+                            Box::pin(self.attach_as_before(&id, &spec, text)).await
+                        }
                         Err(AttachError::IdDeleted(_)) => Observed::IdDeleted,
                         Err(AttachError::InUse(text)) if replaces.is_none() => {
                             let found = self.find_same_name(key, &uid, spec.node).await;
@@ -195,6 +203,18 @@ impl Reconciler {
                 return Box::pin(self.clean_up(key, &id, &node, &observed)).await;
             }
         }
+    }
+
+    /// Attaches a disk in the mode in which it is attached already. Its volume may be shared in another mode since.
+    async fn attach_as_before(&self, id: &AttachmentId, spec: &AttachmentSpec, conflict: String) -> Observed {
+        let deadline = tokio::time::Instant::now() + WAIT;
+        let listed = self.infra.list_attachments(Some(spec.node), deadline).await.unwrap_or_default();
+        let before = listed.iter().find(|one| one.id == *id).map(Attachment::spec);
+        let answer = match before.filter(|before| is_same_disk(before, spec)) {
+            Some(before) => self.infra.attach(id, &before, None, WAIT).await,
+            None => Err(AttachError::Conflict(conflict)),
+        };
+        answer.map_or_else(|error| Observed::Failed(error.into()), Observed::Attached)
     }
 
     /// Cleans up after a VolumeAttachment that no longer exists.
@@ -299,7 +319,7 @@ impl Reconciler {
             deleting: attachment.metadata.deletion_timestamp.is_some(),
             has_finalizer: has_finalizer(attachment),
             generation: attachment.metadata.generation.unwrap_or_default(),
-            desired: resolve(attachment, &self.claims, &self.volumes),
+            desired: resolve(attachment, &self.claims, &self.volumes, &self.guests),
             is_new: attachment.status.is_none() && self.tracker.is_new(key),
             status,
             observed,
@@ -417,7 +437,9 @@ impl Reconciler {
                 ("Attach", EventReason::VolumeAttachFailed, note)
             }
         };
-        let claim = self.claims.get(&claim_key(attachment));
+        // The claim may be another guest's, whom this does not concern.
+        let is_foreign = error.reason == AttachReason::NotShared.as_str();
+        let claim = self.claims.get(&claim_key(attachment)).filter(|_| !is_foreign);
         let about = claim.map_or_else(|| reference(attachment), |claim| cluster::reference(&claim));
         let Some(group) = vm_reference(attachment) else {
             return self.events.warning(about, action, reason.as_str(), note);

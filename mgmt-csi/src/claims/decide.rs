@@ -1,22 +1,31 @@
 //! Decision what to write to one claim, without I/O.
 
-use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
+use std::collections::BTreeMap;
+
+use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY, LABEL_CLUSTER_ID};
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::conditions::Condition;
-use crate::cluster::{annotation, is_bound_back};
+use crate::cluster::{annotation, handle, is_bound_back};
 use crate::event_reason::EventReason;
+use crate::ownership::recorded_owner;
 
 /// Value of the annotation and of the reclaim policy.
 const RETAIN: &str = "Retain";
+
+type Labels = BTreeMap<String, String>;
 
 /// Changes to write; usually none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Changes {
     /// New value of the annotation; `Some(None)` removes it.
     pub(super) reclaim_policy: Option<Option<&'static str>>,
+    /// Labels to write to the volume: the record of whose it is.
+    pub(super) record: Option<Labels>,
+    /// Labels to write to the claim: those of the volume that differ.
+    pub(super) labels: Labels,
     /// New condition.
     pub(super) healthy: Option<PersistentVolumeClaimCondition>,
 }
@@ -35,8 +44,29 @@ pub(super) fn changes(
     let current = annotation(claim, ANNOTATION_RECLAIM_POLICY);
     Changes {
         reclaim_policy: (current != desired).then_some(desired),
+        record: record(claim, volume),
+        labels: differing_labels(claim, volume),
         healthy: healthy(current_condition(claim), condition, now),
     }
+}
+
+/// The record of a volume that has none, of an earlier version or created by hand: the labels of its claim as they are now.
+fn record(claim: &PersistentVolumeClaim, volume: &PersistentVolume) -> Option<Labels> {
+    if handle(&volume.spec).is_none() || recorded_owner(volume).is_some() {
+        return None;
+    }
+    let mut labels = claim.metadata.labels.clone().unwrap_or_default();
+    labels.entry(LABEL_CLUSTER_ID.to_owned()).or_default();
+    Some(labels)
+}
+
+/// The labels of the volume that the claim does not have: by these, gc-csi recognizes the claims that it may use.
+fn differing_labels(claim: &PersistentVolumeClaim, volume: &PersistentVolume) -> Labels {
+    let (own, of_volume) = (claim.metadata.labels.as_ref(), volume.metadata.labels.iter().flatten());
+    let differs = |(key, value): &(&String, &String)| {
+        !value.is_empty() && own.and_then(|own| own.get(*key)) != Some(*value)
+    };
+    of_volume.filter(differs).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
 /// Whether the volume outlives its claim.
@@ -177,5 +207,36 @@ mod tests {
         let well = step(&Condition::Normal, 9).unwrap();
         assert_eq!((well.status.as_str(), well.last_transition_time), ("True", Some(at(9))));
         assert_eq!(step(&Condition::Normal, 10), None);
+    }
+
+    #[test]
+    fn a_volume_without_a_record_gets_the_labels_of_its_claim_once() {
+        let mut claim = claim();
+        let mut volume = volume("Delete", "u1");
+        volume.spec.csi = Some(kube_kit::partial::CsiSource {
+            driver: crds::names::MANAGEMENT_DRIVER.to_owned(),
+            ..Default::default()
+        });
+        let of = |claim: &PersistentVolumeClaim, volume: &PersistentVolume| {
+            changes(claim, volume, &Condition::Normal, &at(1))
+        };
+        let labels = |pairs: &[(&str, &str)]| -> Labels {
+            pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        assert_eq!(of(&claim, &volume).record, Some(labels(&[(LABEL_CLUSTER_ID, "")])));
+        let first = labels(&[(LABEL_CLUSTER_ID, "a"), ("share.nestor.dev/b", "ro")]);
+        claim.metadata.labels = Some(first.clone());
+        assert_eq!(of(&claim, &volume).record, Some(first.clone()));
+        volume.metadata.labels = Some(first.clone());
+        assert_eq!(of(&claim, &volume), Changes::default());
+
+        // A guest that changes the labels of the claim changes nothing, and gets them back.
+        claim.metadata.labels =
+            Some(labels(&[(LABEL_CLUSTER_ID, "thief"), ("share.nestor.dev/thief", "rw")]));
+        assert_eq!(of(&claim, &volume), Changes { labels: first, ..Changes::default() });
+
+        let mut foreign = self::volume("Delete", "u1");
+        foreign.spec.csi = None;
+        assert_eq!(of(&claim, &foreign).record, None);
     }
 }

@@ -1,5 +1,7 @@
 //! Claim controller: shows guests on their claims what they cannot read otherwise, the reclaim policy `Retain` of the volume
-//! as an annotation and an unhealthy volume as a condition. A healthy volume with policy `Delete` needs no write.
+//! as an annotation, an unhealthy volume as a condition, and the labels of the PersistentVolume that say which guests may use
+//! it. A healthy volume with policy `Delete` that is not shared needs no write. A volume without a record of whose it is gets
+//! one.
 
 mod bindings;
 mod conditions;
@@ -73,7 +75,8 @@ impl ClaimController {
                 refresh(&volume);
             }
             let relevant = |claim: &PersistentVolumeClaim| {
-                (claim.metadata.uid.clone(), cluster::volume_name(claim).map(str::to_owned), reported(claim))
+                let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
+                (metadata, cluster::volume_name(claim).map(str::to_owned), reported(claim))
             };
             if change.old.is_none_or(|old| relevant(old) != relevant(new)) {
                 queue.push(change.key.clone());
@@ -88,7 +91,9 @@ impl ClaimController {
                 conditions.forget(handle);
             }
             if let Some(new) = change.new
-                && change.old.is_none_or(|old| old.spec != new.spec)
+                && change
+                    .old
+                    .is_none_or(|old| old.spec != new.spec || old.metadata.labels != new.metadata.labels)
                 && let Some(claim) = cluster::claim_of(&new.spec)
             {
                 if change.old.is_none() {

@@ -1,12 +1,13 @@
 //! Reconciler of one claim: writes the [`changes`].
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crds::names::ANNOTATION_RECLAIM_POLICY;
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
@@ -63,6 +64,12 @@ impl Reconciler {
         let handle = cluster::handle(&volume.spec);
         let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
         let changes = changes(&claim, &volume, &condition, &now());
+        if let Some(labels) = &changes.record {
+            return self.record(&volume, labels).await;
+        }
+        if !changes.labels.is_empty() {
+            return self.label(key, &claim, &changes.labels).await;
+        }
         if let Some(policy) = changes.reclaim_policy
             // gc-csi sets it in advance, by the class; the claim may have been bound to another driver's volume since.
             && (handle.is_some() || policy.is_none())
@@ -103,13 +110,51 @@ impl Reconciler {
         }
     }
 
+    /// Writes the record of whose a volume is to its PersistentVolume.
+    async fn record(
+        &self,
+        volume: &PersistentVolume,
+        labels: &BTreeMap<String, String>,
+    ) -> Result<NextAction, RequestError> {
+        let name = volume.metadata.name.as_deref().unwrap_or_default();
+        let mut patch = json!({"metadata": same_object(&volume.metadata)});
+        patch["metadata"]["labels"] = json!(labels);
+        let _permit = self.requests.acquire().await;
+        let api = Api::<PersistentVolume>::all(self.client.clone());
+        match api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await {
+            Ok(_) => {
+                tracing::info!(volume = name, "recorded the guest of the volume by the labels of its claim");
+                Ok(NextAction::AwaitChange)
+            }
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(NextAction::AwaitChange),
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(NextAction::RequeueAfter(CACHE_LAG)),
+            Err(error) => Err(RequestError { what: "record the volume", reason: chain(&error) }),
+        }
+    }
+
+    /// Copies labels of the volume to its claim.
+    async fn label(
+        &self,
+        key: &Key,
+        claim: &PersistentVolumeClaim,
+        labels: &BTreeMap<String, String>,
+    ) -> Result<NextAction, RequestError> {
+        let mut patch = json!({"metadata": same_object(&claim.metadata)});
+        patch["metadata"]["labels"] = json!(labels);
+        let _permit = self.requests.acquire().await;
+        let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
+        self.store(written, "write the labels", || {
+            tracing::info!(claim = %key, "copied the labels of the volume to the claim");
+        })
+    }
+
     async fn annotate(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
         policy: Option<&str>,
     ) -> Result<NextAction, RequestError> {
-        let mut patch = json!({"metadata": same_object(claim)});
+        let mut patch = json!({"metadata": same_object(&claim.metadata)});
         patch["metadata"]["annotations"] = json!({ANNOTATION_RECLAIM_POLICY: policy});
         let _permit = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
@@ -126,7 +171,7 @@ impl Reconciler {
         condition: &PersistentVolumeClaimCondition,
     ) -> Result<NextAction, RequestError> {
         // A strategic merge patch merges conditions by their key, the type.
-        let patch = json!({"metadata": same_object(claim), "status": {"conditions": [condition]}});
+        let patch = json!({"metadata": same_object(&claim.metadata), "status": {"conditions": [condition]}});
         let _permit = self.requests.acquire().await;
         let written =
             self.api(key).patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await;
@@ -172,9 +217,9 @@ impl Reconciler {
     }
 }
 
-/// Patch metadata that fails if the claim was replaced or changed since the read.
-fn same_object(claim: &PersistentVolumeClaim) -> serde_json::Value {
-    json!({"uid": claim.metadata.uid, "resourceVersion": claim.metadata.resource_version})
+/// Patch metadata that fails if the object was replaced or changed since the read.
+fn same_object(metadata: &ObjectMeta) -> serde_json::Value {
+    json!({"uid": metadata.uid, "resourceVersion": metadata.resource_version})
 }
 
 /// The current time in whole seconds, as Kubernetes stores it, so that a written time compares equal when read back.

@@ -37,8 +37,17 @@ impl Claims {
         if let Some(cache) = self.cache.wait_for(key, soon, |claim| Some(claim?.clone())).await {
             return Ok(Some(cache));
         }
+        Ok(self.read(key, deadline).await?.map(Arc::new))
+    }
+
+    /// The claim with all of its fields, from the API server; None if it does not exist.
+    pub(super) async fn read(
+        &self,
+        key: &Key,
+        deadline: Instant,
+    ) -> Result<Option<PersistentVolumeClaim>, Status> {
         match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
-            Ok(Ok(found)) => Ok(found.map(Arc::new)),
+            Ok(Ok(found)) => Ok(found),
             Ok(Err(error)) => Err(Status::unavailable(format!(
                 "failed to read PersistentVolumeClaim {key} in the management cluster: {}",
                 chain(&error)

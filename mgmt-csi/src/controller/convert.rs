@@ -1,16 +1,28 @@
 //! Conversion of the storage infra's objects to CSI messages.
 
+use std::collections::HashMap;
+
+use crds::names::ATTRIBUTE_CLUSTER_ID;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
 use infra_api::{Volume, VolumeSource};
+
+use super::sources::LABEL_GUEST;
 
 pub(super) fn to_proto(volume: &Volume) -> proto::Volume {
     proto::Volume {
         capacity_bytes: bytes(volume.capacity_bytes),
         volume_id: volume.id.to_string(),
         content_source: volume.source.as_ref().map(write_source),
+        volume_context: context(volume),
         ..Default::default()
     }
+}
+
+/// Attributes of the PersistentVolume: the guest that was recorded at the volume's creation, which a repeated request keeps.
+fn context(volume: &Volume) -> HashMap<String, String> {
+    let guest = volume.labels.get(LABEL_GUEST).cloned();
+    guest.map(|guest| (ATTRIBUTE_CLUSTER_ID.to_owned(), guest)).into_iter().collect()
 }
 
 pub(super) fn condition(volume: &Volume) -> proto::VolumeCondition {

@@ -12,9 +12,11 @@ use tonic::{Code, Status};
 
 use super::convert::to_proto;
 use super::parameters::Parameters;
+use super::sources::{LABEL_GUEST, Receiver, Source};
 use super::{Controller, access, claims, limits};
 use crate::cluster::annotation;
 use crate::infra::volume_id;
+use crate::ownership::labelled_guest;
 
 /// Size of a volume without a requested size, in bytes.
 const DEFAULT_SIZE: u64 = 1 << 30;
@@ -62,7 +64,7 @@ impl Controller {
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
         let capabilities = capability::required_all(&request.volume_capabilities)?;
-        let Parameters { mut placement, labels, shareable, claim: claim_key } =
+        let Parameters { mut placement, mut labels, shareable, claim: claim_key } =
             Parameters::read(&request.parameters)?;
         if let Some(why) = access::refusal(&capabilities, shareable) {
             return Err(Status::invalid_argument(why));
@@ -81,8 +83,18 @@ impl Controller {
         {
             return Ok(to_proto(&Volume { source, ..created }));
         }
+        let receiver = match (&claim, &claim_key) {
+            (Some((key, claim)), _) => Receiver::Claim(key, claim),
+            (None, Some(_)) => Receiver::Nobody,
+            (None, None) => Receiver::Unknown,
+        };
+        if claim_key.is_some() {
+            let guest = claim.as_ref().and_then(|(_, claim)| labelled_guest(claim));
+            labels.insert(LABEL_GUEST.to_owned(), guest.unwrap_or_default().to_owned());
+        }
         let qos = limits::read(&request.mutable_parameters)?;
-        let size = self.size(id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
+        let range = request.capacity_range.as_ref();
+        let size = self.size(id, range, source.as_ref(), receiver, deadline).await?;
         let spec = VolumeSpec {
             capacity_bytes: size.required,
             limit_bytes: size.limit,
@@ -113,32 +125,42 @@ impl Controller {
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
     }
 
-    /// Required size and limit of the volume. If the volume exists, its source is not checked: it may be deleted or larger by
-    /// now.
+    /// Required size and limit of the volume. Fails if the receiver's guest may not read the source. If the volume exists, its
+    /// source is not checked: it may be deleted or larger by now.
     async fn size(
         &self,
         id: &VolumeId,
         range: Option<&proto::CapacityRange>,
         source: Option<&VolumeSource>,
+        receiver: Receiver<'_>,
         deadline: Instant,
     ) -> Result<Size, Status> {
         let Some(source) = source else { return Size::from_range(range, DEFAULT_SIZE) };
         if let Some(created) = self.infra.get_volume(id, deadline).await? {
             return Size::from_range(range, created.capacity_bytes);
         }
+        let missing = |what: &str| {
+            Status::not_found(format!("the storage infra has no {what}, the source of volume {id}"))
+        };
         let (what, source_bytes) = match source {
-            VolumeSource::Snapshot(id) => {
-                let snapshot = self.infra.get_snapshot(id, deadline).await?;
-                (format!("snapshot {id}"), snapshot.map(|snapshot| snapshot.capacity_bytes))
+            VolumeSource::Snapshot(source) => {
+                let what = format!("snapshot {source}");
+                let found = self.infra.get_snapshot(source, deadline).await?;
+                let found = found.ok_or_else(|| missing(&what))?;
+                let guest = found.labels.get(LABEL_GUEST).map(String::as_str);
+                let copied = Source { volume: &found.volume, snapshot: Some((source, guest)) };
+                self.refuse_foreign_source(receiver, &copied, deadline).await?;
+                (what, found.capacity_bytes)
             }
-            VolumeSource::Volume(id) => {
-                let volume = self.infra.get_volume(id, deadline).await?;
-                (format!("volume {id}"), volume.map(|volume| volume.capacity_bytes))
+            VolumeSource::Volume(source) => {
+                let what = format!("volume {source}");
+                let found = self.infra.get_volume(source, deadline).await?;
+                let bytes = found.ok_or_else(|| missing(&what))?.capacity_bytes;
+                let copied = Source { volume: source, snapshot: None };
+                self.refuse_foreign_source(receiver, &copied, deadline).await?;
+                (what, bytes)
             }
         };
-        let source_bytes = source_bytes.ok_or_else(|| {
-            Status::not_found(format!("the storage infra has no {what}, the source of volume {id}"))
-        })?;
         size_with_source(&format!("volume {id}"), range, &what, source_bytes)
     }
 

@@ -1,5 +1,7 @@
 //! Deletion guard: a volume is deleted only if all PersistentVolumes with its handle are Released with policy Delete.
 
+use std::sync::Arc;
+
 use crds::names::MANAGEMENT_DRIVER;
 use futures::future::try_join_all;
 use infra_api::VolumeId;
@@ -30,9 +32,36 @@ impl DeletionGuard {
     /// read from the API server.
     pub(super) async fn refuse_if_kept(&self, id: &VolumeId, deadline: Instant) -> Result<(), Status> {
         let handle = id.as_str();
+        let shows_released = |cache: &[Arc<PersistentVolume>]| {
+            cache.iter().any(|volume| reason_to_keep(handle, volume).is_none())
+        };
+        let now = self.read_if(id, shows_released, deadline).await?;
+        match now.iter().find_map(|volume| reason_to_keep(handle, volume)) {
+            Some(why) => Err(Status::failed_precondition(why)),
+            None => Ok(()),
+        }
+    }
+
+    /// The PersistentVolumes of a volume, from the API server.
+    pub(super) async fn read(
+        &self,
+        id: &VolumeId,
+        deadline: Instant,
+    ) -> Result<Vec<PersistentVolume>, Status> {
+        self.read_if(id, |cache| !cache.is_empty(), deadline).await
+    }
+
+    /// The PersistentVolumes of a volume, from the API server: those in the cache if it `has_all`, else by a list.
+    async fn read_if(
+        &self,
+        id: &VolumeId,
+        has_all: impl Fn(&[Arc<PersistentVolume>]) -> bool,
+        deadline: Instant,
+    ) -> Result<Vec<PersistentVolume>, Status> {
+        let handle = id.as_str();
         let reading = async {
             let cache = self.cache.of_volume(id);
-            match cache.iter().any(|volume| reason_to_keep(handle, volume).is_none()) {
+            match has_all(&cache) {
                 true => self.read_cached(&cache).await,
                 false => self.list(handle).await,
             }
@@ -42,23 +71,16 @@ impl DeletionGuard {
                 "timed out reading the PersistentVolumes of volume {handle} in the management cluster"
             ))
         })?;
-        let now = now.map_err(|error| {
+        now.map_err(|error| {
             Status::unavailable(format!(
                 "failed to read the PersistentVolumes of volume {handle} in the management cluster: {}",
                 chain(&error)
             ))
-        })?;
-        match now.iter().find_map(|volume| reason_to_keep(handle, volume)) {
-            Some(why) => Err(Status::failed_precondition(why)),
-            None => Ok(()),
-        }
+        })
     }
 
     /// The present state of cached PersistentVolumes, from the API server.
-    async fn read_cached(
-        &self,
-        cache: &[std::sync::Arc<PersistentVolume>],
-    ) -> kube::Result<Vec<PersistentVolume>> {
+    async fn read_cached(&self, cache: &[Arc<PersistentVolume>]) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let names = cache.iter().filter_map(|volume| volume.metadata.name.clone());
         let read_cached = names.map(|name| {

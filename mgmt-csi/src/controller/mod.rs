@@ -11,6 +11,7 @@ mod pages;
 pub(crate) mod parameters;
 mod service;
 mod snapshots;
+mod sources;
 
 use std::sync::Arc;
 

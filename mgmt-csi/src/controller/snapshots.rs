@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 use super::convert::bytes;
+use super::sources::LABEL_GUEST;
 use super::{Controller, pages};
 use crate::infra::snapshot_id;
 use crate::traces::{LABEL_NAMESPACE, LABEL_SNAPSHOT};
@@ -41,6 +42,9 @@ impl Controller {
             };
         }
         self.traces.continue_snapshot_creation(&labels, deadline).await;
+        if let Some(guest) = self.guest_of_snapshot(&volume, &labels, deadline).await? {
+            labels.insert(LABEL_GUEST.to_owned(), guest);
+        }
         let id = snapshot_id(&name);
         let spec = SnapshotSpec { volume, labels };
         let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;

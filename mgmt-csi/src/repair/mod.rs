@@ -267,7 +267,7 @@ impl Shared {
 
     /// Requeues a VolumeAttachment whose attachment in the storage infra differs from it.
     fn requeue_if_different(&self, attachment: &VolumeAttachment, infra_attachment: &Attachment) {
-        let desired = resolve(attachment, &self.claims, &self.volumes).ok();
+        let desired = resolve(attachment, &self.claims, &self.volumes, &self.guests).ok();
         if !matches(attachment, infra_attachment, desired.as_ref()) {
             self.queue.push(Key::of(attachment));
         }
@@ -293,7 +293,13 @@ fn matches(
         // A message means that a running VM lost the disk and it could not be attached again.
         && infra_attachment.message.is_none()
         && reported == Some(infra_attachment.disk_uuid.to_string().as_str())
-        && desired.is_none_or(|desired| *desired == infra_attachment.spec())
+        && desired.is_none_or(|desired| is_same_disk(desired, &infra_attachment.spec()))
+}
+
+/// Whether two attachments are of the same volume and node. A disk stays read-only or writable as it was plugged, also if its
+/// volume is shared differently since.
+pub(crate) fn is_same_disk(one: &AttachmentSpec, other: &AttachmentSpec) -> bool {
+    (&one.volume, one.node) == (&other.volume, other.node)
 }
 
 /// Whether a VolumeAttachment is attached and not terminating.
@@ -328,7 +334,9 @@ mod tests {
         let listed = infra_attachment("attached", None);
         assert!(matches(&attachment(Some(DISK)), &listed, None));
         assert!(matches(&attachment(Some(DISK)), &listed, Some(&listed.spec())));
-        let otherwise = AttachmentSpec { read_only: true, ..listed.spec() };
+        let shared_otherwise = AttachmentSpec { read_only: true, ..listed.spec() };
+        assert!(matches(&attachment(Some(DISK)), &listed, Some(&shared_otherwise)));
+        let otherwise = AttachmentSpec { volume: VolumeId::new("another").unwrap(), ..listed.spec() };
         assert!(!matches(&attachment(Some(DISK)), &listed, Some(&otherwise)));
         assert!(!matches(
             &attachment(Some(DISK)),

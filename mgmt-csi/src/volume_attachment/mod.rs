@@ -20,6 +20,7 @@ use serde_json::json;
 
 use crate::cluster::Volumes;
 use crate::infra::StorageInfra;
+use crate::ownership::vm_guests::VmGuests;
 
 /// State shared by the attach controller and the repair loop: clients, caches, and the queue of the attach controller.
 pub(crate) struct Shared {
@@ -30,6 +31,7 @@ pub(crate) struct Shared {
     pub(crate) by_claim: Arc<Index>,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
     pub(crate) volumes: Volumes,
+    pub(crate) guests: VmGuests,
     pub(crate) events: Events,
     /// Requests a reconcile by the attach controller.
     pub(crate) queue: Queue<Key>,

@@ -1,31 +1,84 @@
 //! Resolution of a VolumeAttachment to the desired attachment in the storage infra: claim → volume → handle. Reads caches
 //! only.
 
-use crds::names::MANAGEMENT_DRIVER;
+use crds::names::{LABEL_CLUSTER_ID, MANAGEMENT_DRIVER};
 use crds::{AttachReason, VolumeAttachment, VolumeAttachmentSpec};
 use infra_api::{Access, AttachmentSpec, VolumeId};
 use kube_kit::informer::{Informer, Key};
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::failure::Failure;
-use super::is_attached;
+use super::{describe_vm, is_attached};
 use crate::cluster::{Volumes, is_bound_back, volume_name};
+use crate::ownership::vm_guests::{CONFIG_MAP, VmGuests};
+use crate::ownership::{Grants, Permission, Refusal, may_attach};
 
 /// Key of the claim that a VolumeAttachment names.
 pub(crate) fn claim_key(attachment: &VolumeAttachment) -> Key {
     Key::new(attachment.metadata.namespace.clone().unwrap_or_default(), attachment.spec.volume_name.clone())
 }
 
-/// Desired attachment of a VolumeAttachment, from its claim and volume in the caches.
+/// Desired attachment of a VolumeAttachment, from its VM, claim and volume in the caches.
 pub(crate) fn resolve(
     attachment: &VolumeAttachment,
     claims: &Informer<PersistentVolumeClaim>,
     volumes: &Volumes,
+    guests: &VmGuests,
 ) -> Result<AttachmentSpec, Failure> {
     let claim_key = claim_key(attachment);
     let claim = claims.get(&claim_key);
     let volume = claim.as_deref().and_then(volume_name).and_then(|name| volumes.get(name));
-    target(&attachment.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(attachment))
+    let (claim, volume) = (claim.as_deref(), volume.as_deref());
+    let permission = match volume {
+        Some(volume) => permission(attachment, volume, claim, guests),
+        None => Ok(Permission::ReadOnly),
+    };
+    target(&attachment.spec, &claim_key, claim, volume, permission, is_attached(attachment))
+}
+
+/// What the guest of the VM may do with the volume.
+fn permission(
+    attachment: &VolumeAttachment,
+    volume: &PersistentVolume,
+    claim: Option<&PersistentVolumeClaim>,
+    guests: &VmGuests,
+) -> Result<Permission, Failure> {
+    let refused = |refusal| refusal_failure(refusal, attachment);
+    may_attach(&guests.of(attachment), &Grants::of_volume(volume, claim), guests.unlabelled).map_err(refused)
+}
+
+/// A refusal, in words that name nothing of another guest.
+fn refusal_failure(refusal: Refusal, attachment: &VolumeAttachment) -> Failure {
+    let (vm, claim) = (describe_vm(attachment), claim_key(attachment));
+    match refusal {
+        Refusal::VmUnlabelled => Failure::from_objects(
+            AttachReason::GuestUnknown,
+            format!(
+                "{vm} has no label {LABEL_CLUSTER_ID} in the management cluster, so its guest is unknown; the platform team \
+                 labels it with the guest's cluster ID"
+            ),
+        ),
+        Refusal::VmUnknown => Failure::from_objects(
+            AttachReason::GuestUnknown,
+            format!(
+                "the guest of {vm} is not recorded yet in the management cluster; the disk is attached once it is"
+            ),
+        ),
+        Refusal::VmUnrecordable => Failure::from_objects(
+            AttachReason::GuestUnknown,
+            format!(
+                "the guest of {vm} is not recorded: ConfigMap {CONFIG_MAP} in the management cluster is full; the platform \
+                 team deletes VirtualMachines that are not needed, or runs mgmt-csi without --vm-record-namespace"
+            ),
+        ),
+        Refusal::NotShared => Failure::from_objects(
+            AttachReason::NotShared,
+            format!(
+                "the volume of PersistentVolumeClaim {claim} is neither of the guest of {vm} nor shared with it; use a claim \
+                 of this guest, or ask the platform team to share the volume"
+            ),
+        ),
+    }
 }
 
 /// Desired attachment; `already_attached` tells whether the disk is attached already.
@@ -34,6 +87,7 @@ fn target(
     claim_key: &Key,
     claim: Option<&PersistentVolumeClaim>,
     volume: Option<&PersistentVolume>,
+    permission: Result<Permission, Failure>,
     already_attached: bool,
 ) -> Result<AttachmentSpec, Failure> {
     let Some(claim) = claim else {
@@ -101,8 +155,8 @@ fn target(
             ),
         )
     })?;
-    let access = access(claim, attachment.read_only);
-    Ok(AttachmentSpec { volume, node, read_only: attachment.read_only, access })
+    let read_only = permission? == Permission::ReadOnly || attachment.read_only;
+    Ok(AttachmentSpec { volume, node, read_only, access: access(claim, read_only) })
 }
 
 /// Sharing of the volume between VMs, from the access modes and the volume mode of the claim.
@@ -124,6 +178,7 @@ fn access(claim: &PersistentVolumeClaim, read_only: bool) -> Access {
 mod tests {
     use serde_json::{Value, json};
 
+    use super::super::failure::Disk;
     use super::*;
 
     fn attachment(read_only: bool) -> VolumeAttachmentSpec {
@@ -155,7 +210,39 @@ mod tests {
     fn resolve(claim: Value, volume: Value, read_only: bool) -> Result<AttachmentSpec, Failure> {
         let claim: Option<PersistentVolumeClaim> = serde_json::from_value(claim).unwrap();
         let volume: Option<PersistentVolume> = serde_json::from_value(volume).unwrap();
-        target(&attachment(read_only), &Key::new("guest", "data"), claim.as_ref(), volume.as_ref(), false)
+        permitted(claim.as_ref(), volume.as_ref(), read_only, Ok(Permission::ReadWrite))
+    }
+
+    fn permitted(
+        claim: Option<&PersistentVolumeClaim>,
+        volume: Option<&PersistentVolume>,
+        read_only: bool,
+        permission: Result<Permission, Failure>,
+    ) -> Result<AttachmentSpec, Failure> {
+        target(&attachment(read_only), &Key::new("guest", "data"), claim, volume, permission, false)
+    }
+
+    #[test]
+    fn a_read_only_share_attaches_read_only_and_a_refusal_does_not_attach() {
+        let claim: PersistentVolumeClaim = serde_json::from_value(claim()).unwrap();
+        let volume: PersistentVolume = serde_json::from_value(volume()).unwrap();
+        let with = |permission| permitted(Some(&claim), Some(&volume), false, permission);
+        let shared = with(Ok(Permission::ReadOnly)).unwrap();
+        assert_eq!((shared.read_only, shared.access), (true, Access::MultiNodeReadOnly));
+        assert!(!with(Ok(Permission::ReadWrite)).unwrap().read_only);
+        let attachment: VolumeAttachment = serde_json::from_value(json!({
+            "metadata": {"name": "a", "namespace": "guest"}, "spec": {"nodeUUID": "n", "volumeName": "data"},
+        }))
+        .unwrap();
+        for (refusal, reason) in [
+            (Refusal::NotShared, AttachReason::NotShared),
+            (Refusal::VmUnknown, AttachReason::GuestUnknown),
+            (Refusal::VmUnlabelled, AttachReason::GuestUnknown),
+            (Refusal::VmUnrecordable, AttachReason::GuestUnknown),
+        ] {
+            let failure = with(Err(refusal_failure(refusal, &attachment))).unwrap_err();
+            assert_eq!((failure.reason, failure.disk), (reason, Disk::Unknown));
+        }
     }
 
     #[test]

@@ -26,6 +26,7 @@ use crate::infra::{
     AttachedDisk, CreateError, DeleteError, ExpandError, LimitError, ParsedId, SnapshotError,
     parse_attachment_id,
 };
+use crate::ownership::UnlabelledVms;
 
 const NODE: &str = "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
@@ -198,6 +199,7 @@ async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
         limiter: VmLimiter::default(),
         requests: FairLimiter::new(Limits { total: PER_VM, namespace: PER_VM, object: PER_VM }),
         out_of_service: OutOfService::disabled(),
+        guests: VmGuests::by_label(Informer::fixed([]), UnlabelledVms::Refuse),
         metrics: Metrics::register(&mut Registry::default()),
         stop: CancellationToken::new(),
     };

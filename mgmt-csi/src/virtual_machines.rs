@@ -1,0 +1,59 @@
+//! Informer for the VirtualMachines of the management cluster.
+
+use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID};
+use crds::{VIRTUAL_MACHINE_GROUP, VirtualMachine, VolumeAttachment, newest_virtual_machine_version};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{Api, Client};
+use kube_kit::api_versions;
+use kube_kit::health::Health;
+use kube_kit::informer::{Builder, Informer, Key};
+use kube_kit::partial::{identity, only};
+use tokio_util::sync::CancellationToken;
+
+use crate::volume_attachment::vm_owner;
+
+/// An informer in the newest version that the cluster serves, not started yet. None if `stop` came first.
+pub(crate) async fn builder(
+    client: &Client,
+    ready: &Health,
+    stop: &CancellationToken,
+) -> Option<Builder<VirtualMachine>> {
+    let check = ready.check("virtual-machine-version", "not checked yet");
+    let newest = newest_virtual_machine_version;
+    let version = api_versions::wait_for_version(client, VIRTUAL_MACHINE_GROUP, newest, &check, stop).await?;
+    let api = Api::all_with(client.clone(), &crds::virtual_machine_resource(version));
+    Some(Informer::builder(format!("VirtualMachines ({version})"), api).trim(trim))
+}
+
+/// Key of the VM that owns a VolumeAttachment.
+pub(crate) fn owner_key(attachment: &VolumeAttachment) -> Option<Key> {
+    let namespace = attachment.metadata.namespace.clone().unwrap_or_default();
+    Some(Key::new(namespace, vm_owner(attachment)?.name.clone()))
+}
+
+/// Whether this VM is the owner of the VolumeAttachment, by UID.
+pub(crate) fn is_owner(vm: &VirtualMachine, attachment: &VolumeAttachment) -> bool {
+    vm_owner(attachment).map(|owner| &owner.uid) == vm.metadata.uid.as_ref()
+}
+
+/// The label with the guest of a VM, if it is not empty.
+pub(crate) fn label(vm: &VirtualMachine) -> Option<&str> {
+    let label = vm.metadata.labels.as_ref()?.get(LABEL_CLUSTER_ID)?;
+    Some(label.as_str()).filter(|guest| !guest.is_empty())
+}
+
+/// Drops all fields but the identity, the label of the guest, the out-of-service annotation and the trace contexts.
+pub(crate) fn trim(vm: &mut VirtualMachine) {
+    vm.types = None;
+    let annotations = vm.metadata.annotations.take().map(|mut all| {
+        all.retain(|key, _| key == ANNOTATION_OUT_OF_SERVICE || key.starts_with(ANNOTATION_TRACE_PREFIX));
+        all
+    });
+    vm.metadata = ObjectMeta {
+        annotations: annotations.filter(|kept| !kept.is_empty()),
+        labels: only(vm.metadata.labels.take(), LABEL_CLUSTER_ID),
+        ..identity(&mut vm.metadata)
+    };
+    vm.spec.volumes = Vec::new();
+    vm.status = None;
+}

@@ -7,8 +7,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use crds::names;
 use kube::ResourceExt;
-use kube::api::DeleteParams;
-use serde_json::Value;
+use kube::api::{DeleteParams, Patch, PatchParams};
+use serde_json::{Value, json};
 use tests::program::binary;
 use tests::{PATIENCE, Scenario, eventually, run};
 use tokio::process::Command;
@@ -203,6 +203,20 @@ async fn the_lab_passes_the_check() -> Result<()> {
             assert!(is_ok(what), "{what}: {findings:#?}");
         }
         plugin(&s, Given::Guest, &["check"]).await?.expect(0, &["skipped  management"]);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_check_finds_a_vm_without_the_label_of_its_guest() -> Result<()> {
+    run(|s| async move {
+        let namespace = s.own_namespace().await?;
+        let node = s.node_in(&namespace, "").await?;
+        let unlabel = Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: null}}}));
+        namespace.vms().patch(&node.name, &PatchParams::default(), &unlabel).await?;
+        let found = plugin(&s, Given::Management, &["check"]).await?;
+        found.expect(0, &["warning  management  guests of VirtualMachines", names::LABEL_CLUSTER_ID]);
         Ok(())
     })
     .await

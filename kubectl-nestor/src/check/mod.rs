@@ -6,6 +6,7 @@ mod credentials;
 mod definitions;
 mod drivers;
 mod finding;
+mod guests;
 mod rights;
 mod sidecars;
 
@@ -33,6 +34,7 @@ async fn of_cluster(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
     findings.extend(rights::check(cluster).await?);
     if cluster.tier == Tier::Management {
         findings.extend(definitions::check(cluster).await?);
+        findings.extend(guests::check(cluster).await?);
     }
     findings.extend(drivers::check(cluster).await?);
     findings.extend(sidecars::check(cluster).await?);

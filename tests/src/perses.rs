@@ -32,7 +32,8 @@ impl Perses {
         let schemas = |kind: &str| programs.join("cue/schemas").join(kind);
         let config = json!({
             "security": {"readonly": false, "enable_auth": false, "encryption_key": KEY},
-            "database": {"file": {"folder": folder.path().join("data"), "extension": "json"}},
+            // If names are not case-sensitive, Perses lists no objects in a folder whose path has capital letters.
+            "database": {"file": {"folder": folder.path().join("data"), "extension": "json", "case_sensitive": true}},
             "schemas": {
                 "panels_path": schemas("panels"), "queries_path": schemas("queries"),
                 "datasources_path": schemas("datasources"), "variables_path": schemas("variables"),

@@ -6,7 +6,8 @@ use anyhow::{Context, Result, ensure};
 use crds::{VirtualMachine, names};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::api::{
-    Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams,
+    Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams,
+    PostParams,
 };
 use kube::{Client, ResourceExt};
 use lab::LoopNode;
@@ -351,6 +352,11 @@ async fn a_vm_that_was_attached_before_its_guest_was_known_keeps_its_disk_but_ge
         let (first, second) = (claim_in(&namespace, &guest).await?, claim_in(&namespace, &guest).await?);
         request(&namespace, &node, &[&first]).await?;
         plugged(&s, &node, false).await?;
+        eventually("the disk is reported", PATIENCE, || async {
+            let attached = attached_in(&namespace).await?;
+            Ok(if attached == [first.as_str()] { Ok(()) } else { Err(format!("{attached:?}")) })
+        })
+        .await?;
 
         // As after an upgrade from a version without ownership: neither a label nor a record.
         s.kill_component("mgmt-csi").await?;
@@ -364,14 +370,19 @@ async fn a_vm_that_was_attached_before_its_guest_was_known_keeps_its_disk_but_ge
         request(&namespace, &node, &[&first, &second]).await?;
         reason_in(&namespace, "GuestUnknown").await?;
         plugged(&s, &node, false).await?;
-        let all = namespace.attachments().list(&Default::default()).await?;
-        let attached = all.iter().filter(|one| one.status.as_ref().is_some_and(|status| status.attached));
-        let attached: Vec<&str> = attached.map(|one| one.spec.volume_name.as_str()).collect();
+        let attached = attached_in(&namespace).await?;
         ensure!(attached == [first.as_str()], "{attached:?}");
         request(&namespace, &node, &[]).await?;
         s.no_attachments(&node).await
     })
     .await
+}
+
+/// Claims whose disks are reported as attached.
+async fn attached_in(namespace: &OwnNamespace) -> Result<Vec<String>> {
+    let all = namespace.attachments().list(&ListParams::default()).await?.items.into_iter();
+    let attached = all.filter(|one| one.status.as_ref().is_some_and(|status| status.attached));
+    Ok(attached.map(|one| one.spec.volume_name.as_str().to_owned()).collect())
 }
 
 /// Creates a claim of a guest.

@@ -96,7 +96,7 @@ impl Election {
         Self { metrics, candidate }
     }
 
-    /// Runs `term` whenever this replica is the leader, until `term` reconnect_handlers, which it must soon after `stop` is cancelled; then
+    /// Runs `term` whenever this replica is the leader, until `term` ends, which it must soon after `stop` is cancelled; then
     /// releases the Lease. If the Lease is lost, `term` is dropped immediately. Adds a check for the watch of the Lease to
     /// `ready`. Before each term, all informers with a check in `ready` that have completed their first list are relisted,
     /// because their stores may have been stale during standby.

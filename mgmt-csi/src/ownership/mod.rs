@@ -3,7 +3,7 @@
 //!
 //! - A volume's guest is an attribute of its PersistentVolume, from its creation, or a label there, from the platform team.
 //! - A volume's shares are labels of its PersistentVolume.
-//! - A VM's guest is its label as mgmt-csi first observed it ([`vm_guests`]).
+//! - A VM's guest is its label as mgmt-csi first observed it (`vm_guests`).
 //!
 //! This module decides without I/O, for attaches and for copies alike.
 

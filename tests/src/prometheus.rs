@@ -273,6 +273,16 @@ impl Prometheus {
         self.api(&format!("query?query={}", percent_encoded(expression))).await
     }
 
+    /// Waits until an expression has a result.
+    pub async fn has(&self, expression: &str) -> Result<()> {
+        eventually(&format!("a result of {expression}"), PATIENCE, || async {
+            let result = self.query(expression).await?;
+            let is_empty = result["result"].as_array().is_none_or(Vec::is_empty);
+            Ok(if is_empty { Err(result.to_string()) } else { Ok(()) })
+        })
+        .await
+    }
+
     /// The alerts that are pending or fire.
     pub async fn alerts(&self) -> Result<Vec<Alert>> {
         let mut data = self.api("alerts").await?;

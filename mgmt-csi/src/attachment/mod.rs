@@ -10,6 +10,7 @@ mod status;
 mod traces;
 mod tracker;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crds::{VirtualMachine, VolumeAttachment};
@@ -118,9 +119,7 @@ impl AttachController {
         });
         let requeue = requeue_by_claim(&self.by_claim, &self.queue);
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
-            let relevant =
-                |volume: &'_ Arc<PersistentVolume>| (volume.metadata.labels.clone(), volume.spec.clone());
-            if change.old.map(relevant) == change.new.map(relevant) {
+            if change.old.map(ownership_and_spec) == change.new.map(ownership_and_spec) {
                 return;
             }
             for claim in
@@ -183,7 +182,7 @@ impl AttachController {
         let guests = VmGuests::by_label(vms, ownership.unlabelled_vms);
         let guests = match &ownership.vm_record_namespace {
             Some(namespace) => {
-                let changed = requeue_by_vm_uid(&attachments, &queue);
+                let changed = requeue_by_vm_uids(&attachments, &queue);
                 guests.recorded(&client, namespace, &guest_records, (ready, &stop), changed)
             }
             None => guests,
@@ -323,15 +322,15 @@ fn watch_vms(
     }
 }
 
-/// Returns a handler that requeues the VolumeAttachments that are not attached, of the VM with a UID.
-fn requeue_by_vm_uid(
+/// Returns a handler that requeues the VolumeAttachments that are not attached, of the VMs with these UIDs.
+fn requeue_by_vm_uids(
     attachments: &Arc<MutationCache<VolumeAttachment>>,
     queue: &Queue<Key>,
-) -> impl Fn(&str) + Send + Sync + use<> {
+) -> impl Fn(&BTreeSet<&str>) + Send + Sync + use<> {
     let (attachments, queue) = (attachments.clone(), queue.clone());
-    move |uid| {
+    move |uids| {
         requeue(&attachments, &queue, |attachment| {
-            volume_attachment::vm_owner(attachment).is_some_and(|owner| owner.uid == uid)
+            volume_attachment::vm_owner(attachment).is_some_and(|owner| uids.contains(&*owner.uid))
                 && !is_attached(attachment)
         });
     }
@@ -345,6 +344,11 @@ fn requeue(
     for attachment in attachments.informer().list().iter().filter(|attachment| picks(attachment)) {
         queue.push(Key::of(&**attachment));
     }
+}
+
+/// What of a volume decides on its attachments.
+fn ownership_and_spec(volume: &Arc<PersistentVolume>) -> impl PartialEq + use<'_> {
+    (&volume.metadata.labels, &volume.spec)
 }
 
 /// Returns a handler that requeues the VolumeAttachments of a claim.

@@ -13,6 +13,7 @@ use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
+use super::read::read;
 use crate::cluster::annotation;
 
 /// How long to wait for a claim to appear in the cache before it is read from the API server.
@@ -46,16 +47,8 @@ impl Claims {
         key: &Key,
         deadline: Instant,
     ) -> Result<Option<PersistentVolumeClaim>, Status> {
-        match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
-            Ok(Ok(found)) => Ok(found),
-            Ok(Err(error)) => Err(Status::unavailable(format!(
-                "failed to read PersistentVolumeClaim {key} in the management cluster: {}",
-                chain(&error)
-            ))),
-            Err(_) => Err(Status::deadline_exceeded(format!(
-                "timed out reading PersistentVolumeClaim {key} in the management cluster"
-            ))),
-        }
+        let what = format!("PersistentVolumeClaim {key}");
+        read(&what, self.api(key).get_opt(&key.name), deadline).await
     }
 
     /// Writes the accessible zone of the volume to its claim, unless it is set already.

@@ -7,11 +7,11 @@ use futures::future::try_join_all;
 use infra_api::VolumeId;
 use kube::api::ListParams;
 use kube::{Api, Client};
-use kube_kit::client::chain;
 use kube_kit::partial::PersistentVolume;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tonic::Status;
 
+use super::read::read;
 use crate::cluster::{self, Volumes};
 
 /// Page size when listing PersistentVolumes.
@@ -66,17 +66,7 @@ impl DeletionGuard {
                 false => self.list(handle).await,
             }
         };
-        let now = timeout_at(deadline, reading).await.map_err(|_| {
-            Status::deadline_exceeded(format!(
-                "timed out reading the PersistentVolumes of volume {handle} in the management cluster"
-            ))
-        })?;
-        now.map_err(|error| {
-            Status::unavailable(format!(
-                "failed to read the PersistentVolumes of volume {handle} in the management cluster: {}",
-                chain(&error)
-            ))
-        })
+        read(&format!("the PersistentVolumes of volume {handle}"), reading, deadline).await
     }
 
     /// The present state of cached PersistentVolumes, from the API server.

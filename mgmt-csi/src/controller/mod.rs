@@ -9,6 +9,7 @@ mod limits;
 mod modify;
 mod pages;
 pub(crate) mod parameters;
+mod read;
 mod service;
 mod snapshots;
 mod sources;

@@ -8,13 +8,13 @@ use infra_api::{Labels, SnapshotId, VolumeId};
 use kube::api::{ApiResource, DynamicObject};
 use kube::core::GroupVersionKind;
 use kube::{Api, ResourceExt};
-use kube_kit::client::chain;
 use kube_kit::informer::Key;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tonic::Status;
 
 use super::Controller;
+use super::read::read;
 use crate::cluster::claim_of;
 use crate::ownership::{Grants, labelled_guest, may_copy};
 use crate::traces::{LABEL_NAMESPACE, LABEL_SNAPSHOT};
@@ -174,16 +174,7 @@ impl Controller {
             "" => Api::all_with(client, &resource),
             namespace => Api::namespaced_with(client, namespace, &resource),
         };
-        match timeout_at(deadline, api.get_opt(&key.name)).await {
-            Ok(Ok(found)) => Ok(found),
-            Ok(Err(error)) => Err(Status::unavailable(format!(
-                "failed to read {kind} {key} in the management cluster: {}",
-                chain(&error)
-            ))),
-            Err(_) => Err(Status::deadline_exceeded(format!(
-                "timed out reading {kind} {key} in the management cluster"
-            ))),
-        }
+        read(&format!("{kind} {key}"), api.get_opt(&key.name), deadline).await
     }
 }
 

@@ -5,7 +5,7 @@
 //! Only the leader writes the record; every replica reads it. To accept a changed label, the platform team removes the entry.
 //! The size of an object is limited, so VMs beyond [`CAPACITY`] are not recorded, and cannot attach anything.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,15 +72,15 @@ impl VmGuests {
         Self { vms, record: None, unlabelled }
     }
 
-    /// Guests of these VMs as recorded in `namespace`. Pushes to `queue` whenever the record changes, and calls `changed` with
-    /// the UID of each VM whose entry changed.
+    /// Guests of these VMs as recorded in `namespace`. Whenever the record changes, pushes to `queue`, and calls `changed` with
+    /// the UIDs of the VMs whose entries changed.
     pub(crate) fn recorded(
         self,
         client: &Client,
         namespace: &str,
         queue: &Queue<Key>,
         (ready, stop): (&Health, &CancellationToken),
-        changed: impl Fn(&str) + Send + Sync + 'static,
+        changed: impl Fn(&BTreeSet<&str>) + Send + Sync + 'static,
     ) -> Self {
         let key = Key::new(namespace, CONFIG_MAP);
         let api = Api::<ConfigMap>::namespaced(client.clone(), namespace);
@@ -92,9 +92,7 @@ impl VmGuests {
         let observe = move |change: &Change<'_, ConfigMap>| {
             observed.objects.observe(change);
             queue.push(change.key.clone());
-            let data =
-                |one: Option<&Arc<ConfigMap>>| one.and_then(|one| one.data.clone()).unwrap_or_default();
-            differing(&data(change.old), &data(change.new)).iter().for_each(|uid| changed(uid));
+            changed(&differing(entries(change.old), entries(change.new)));
         };
         builder.on_change(observe).start(ready.check("vm-guests", "not started yet"), stop.clone());
         Self { record: Some(record), ..self }
@@ -113,10 +111,7 @@ impl VmGuests {
         let Some(record) = &self.record else {
             return label(vm).map_or(VmGuest::Unlabelled, |guest| VmGuest::Guest(guest.to_owned()));
         };
-        let object = record.objects.get(&record.key);
-        let none = Guests::new();
-        let recorded = object.as_ref().and_then(|object| object.data.as_ref()).unwrap_or(&none);
-        guest(vm, recorded)
+        guest(vm, entries(record.objects.get(&record.key).as_ref()))
     }
 
     /// Waits for the first lists.
@@ -142,10 +137,10 @@ impl VmGuests {
 
     async fn write(&self, record: &Record, events: &Events) -> Result<NextAction, RecordError> {
         let object = record.objects.get(&record.key);
-        let recorded = object.as_ref().and_then(|object| object.data.clone()).unwrap_or_default();
+        let recorded = entries(object.as_ref());
         let vms = self.vms.list();
-        vms.iter().filter(|vm| is_relabelled(vm, &recorded)).for_each(|vm| record.report(vm, events));
-        let (changes, excluded) = fitting(&recorded, changes(&recorded, vms.iter().map(|vm| &**vm)));
+        vms.iter().filter(|vm| is_relabelled(vm, recorded)).for_each(|vm| record.report(vm, events));
+        let (changes, excluded) = fitting(recorded, changes(recorded, vms.iter().map(|vm| &**vm)));
         if !changes.is_empty() {
             return record.write(object.as_deref(), &changes).await;
         }
@@ -223,6 +218,12 @@ impl Record {
     }
 }
 
+/// The entries of the ConfigMap; none if it does not exist.
+fn entries(object: Option<&Arc<ConfigMap>>) -> &Guests {
+    static NONE: Guests = Guests::new();
+    object.and_then(|object| object.data.as_ref()).unwrap_or(&NONE)
+}
+
 /// The guest of a VM with this record.
 fn guest(vm: &VirtualMachine, recorded: &Guests) -> VmGuest {
     let uid = vm.metadata.uid.as_deref().unwrap_or_default();
@@ -278,9 +279,9 @@ fn is_relabelled(vm: &VirtualMachine, recorded: &Guests) -> bool {
 }
 
 /// The keys whose values differ.
-fn differing(old: &Guests, new: &Guests) -> Vec<String> {
+fn differing<'a>(old: &'a Guests, new: &'a Guests) -> BTreeSet<&'a str> {
     let changed = new.iter().filter(|(uid, guest)| old.get(*uid) != Some(guest)).map(|(uid, _)| uid);
-    changed.chain(old.keys().filter(|uid| !new.contains_key(*uid))).cloned().collect()
+    changed.chain(old.keys().filter(|uid| !new.contains_key(*uid))).map(String::as_str).collect()
 }
 
 #[cfg(test)]
@@ -350,6 +351,6 @@ mod tests {
     fn vms_whose_entry_changed_are_found() {
         let (old, new) =
             (guests(&[("a", "1"), ("b", "1"), ("c", "1")]), guests(&[("a", "1"), ("b", "2"), ("d", "1")]));
-        assert_eq!(differing(&old, &new), ["b", "d", "c"]);
+        assert_eq!(differing(&old, &new), ["b", "c", "d"].into());
     }
 }

@@ -32,12 +32,7 @@ pub(super) async fn fills_up(site: &Site, alerts: &Watch<'_>) -> Result<()> {
     let pool = site.s.pool(&[]).await?;
     // The first value, from which the rate is computed.
     let value = format!("nestor_storage_infra_pool_used_bytes{{pool=\"{}\"}}", pool.name);
-    eventually("the pool's use is scraped", PATIENCE, || async {
-        let result = site.prometheus.query(&value).await?;
-        let is_empty = result["result"].as_array().is_none_or(Vec::is_empty);
-        Ok(if is_empty { Err("it is not".to_owned()) } else { Ok(()) })
-    })
-    .await?;
+    site.prometheus.has(&value).await?;
     let capacity = site.s.infra.get_pool(&pool.name).await?.context("the pool is gone")?.capacity_bytes;
     let filler = pool.fill_up_to(capacity / 4).await?;
     alerts.these_fire(|(name, _)| *name == "NestorPoolFillsSoon").await?;

@@ -39,7 +39,9 @@ pub async fn page(binaries: &Path) -> Result<Generated> {
          and durations, and how components belong together.",
     );
     for program in PROGRAMS {
-        sections(&mut text, of_program(&binaries.join(program), program).await?);
+        // Users run kubectl's plugin as a subcommand of kubectl.
+        let name = program.replace("kubectl-", "kubectl ");
+        sections(&mut text, of_program(&binaries.join(program), name).await?);
     }
     sections(&mut text, of_lab());
     Ok(Generated::page("flags", text))
@@ -74,9 +76,9 @@ fn without_repetitions(help: &str, command: &str, printed: &mut BTreeMap<String,
 }
 
 /// The help of a program and all of its subcommands.
-async fn of_program(path: &Path, program: &str) -> Result<Vec<Help>> {
+async fn of_program(path: &Path, name: String) -> Result<Vec<Help>> {
     let mut all = Vec::new();
-    let mut waiting = vec![vec![program.to_owned()]];
+    let mut waiting = vec![vec![name]];
     while let Some(words) = waiting.pop() {
         let text = help(path, &words[1..]).await?;
         let below = subcommands(&text).into_iter().rev();

@@ -159,7 +159,8 @@ for example while an API server or the storage infra is down; this causes no res
 startupProbe:
   httpGet: {path: /healthz, port: http}
   periodSeconds: 2
-  failureThreshold: 60
+  timeoutSeconds: 5
+  failureThreshold: 150
 livenessProbe:
   httpGet: {path: /healthz, port: http}
   periodSeconds: 20
@@ -226,12 +227,13 @@ startup probe.
   startupProbe:
     httpGet: {path: /metrics, port: {{ .port }}}
     periodSeconds: 5
+    timeoutSeconds: 5
     failureThreshold: 120
   livenessProbe:
     httpGet: {path: /healthz/leader-election, port: {{ .port }}}
     periodSeconds: 20
     timeoutSeconds: 5
-    failureThreshold: 3
+    failureThreshold: 6
   resources:
     {{- toYaml (default $all.resources $own.resources) | nindent 4 }}
   securityContext:

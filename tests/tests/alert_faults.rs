@@ -1,10 +1,15 @@
-//! Alerts fire on the faults that take longer than those of `alerts`, and clear.
+//! Alerts fire on faults, and clear after the mend.
 
 use anyhow::Result;
 use futures::future::FutureExt;
 
-use crate::alerts::faults::{SLOW, fire_and_clear};
+use crate::alerts::faults::{QUICK, SLOW, fire_and_clear};
 use crate::alerts::site::in_lab;
+
+#[tokio::test]
+async fn each_quick_fault_is_noticed_and_its_mend() -> Result<()> {
+    in_lab(|site| fire_and_clear(site, &QUICK).boxed()).await
+}
 
 #[tokio::test]
 async fn each_slow_fault_is_noticed_and_its_mend() -> Result<()> {

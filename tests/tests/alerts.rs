@@ -1,4 +1,5 @@
-//! Alerts and dashboards: they use existing metrics, and alerts fire on faults and clear after the mend.
+//! Alerts and dashboards: promtool accepts the rules, they use existing metrics, and a Prometheus that scrapes the lab
+//! evaluates them. `alert_faults` causes the faults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -21,7 +22,7 @@ mod programs;
 pub(crate) mod site;
 mod storage;
 
-use faults::{QUICK, SLOW, fire_and_clear};
+use faults::{QUICK, SLOW};
 use site::in_lab;
 
 const METRICS: &str = include_str!("../../docs/reference/metrics.md");
@@ -185,12 +186,11 @@ fn the_faults_cause_every_alert_of_every_program() -> Result<()> {
 }
 
 #[tokio::test]
-async fn prometheus_scrapes_every_program_and_alerts_fire_on_faults_and_clear() -> Result<()> {
+async fn prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard() -> Result<()> {
     in_lab(|site| {
         async {
             every_rule_is_evaluated(&site.prometheus).await?;
-            every_dashboard_can_be_queried(&site.prometheus).await?;
-            fire_and_clear(site, &QUICK).await
+            every_dashboard_can_be_queried(&site.prometheus).await
         }
         .boxed()
     })

@@ -28,8 +28,9 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
-/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, or pack a release twice.
-const LONG: [&str; 4] = ["alert_faults", "arm64", "dashboards", "release"];
+/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd, or
+/// pack a release twice.
+const LONG: [&str; 5] = ["alert_faults", "arm64", "dashboards", "package", "release"];
 
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -315,7 +316,8 @@ mod tests {
 
     #[test]
     fn long_modules_run_only_in_the_largest_set() {
-        let steps = all(&["alert_faults", "arm64", "attach", "dashboards", "release"].map(str::to_owned));
+        let modules = LONG.into_iter().chain(["attach"]);
+        let steps = all(&modules.map(str::to_owned).collect::<Vec<_>>());
         let normal = select(steps.clone(), Choice::Set(Set::Normal)).unwrap();
         assert!(LONG.iter().all(|module| !names(&normal).contains(module)));
         let all = select(steps, Choice::Set(Set::All)).unwrap();

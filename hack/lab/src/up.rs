@@ -317,6 +317,10 @@ async fn join_nodes(ui: &Ui, run: &Run, plan: &Plan) -> Result<()> {
     let joins = plan.vms.iter().map(|(name, machine)| async move {
         let step = ui.step(format!("{name} is a ready node"));
         let client = kubeconfig::client(&plan.plane(&machine.guest)?.cluster.kubeconfig).await?;
+        if !vm::joins_soon(&client, name).await {
+            ui.line(format!("{name} has not become a node yet; it is reset"));
+            vm::reset(run, name).await?;
+        }
         vm::wait_for_node(run, &client, name).await?;
         step.done();
         Ok(())

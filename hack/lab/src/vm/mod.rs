@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
-pub use nodes::{join_without_kubelet, leave_guest, wait_for_driver, wait_for_node};
+pub use nodes::{join_without_kubelet, joins_soon, leave_guest, wait_for_driver, wait_for_node};
 
 use crate::cache::BaseImage;
 use crate::cluster::{KubeletFiles, SERVER_ADDRESS_FROM_VM};
@@ -68,15 +68,18 @@ impl Payload<'_> {
 /// The accelerator settings of a domain.
 struct Hardware {
     domain_type: &'static str,
+    cpus: u8,
     cpu: &'static str,
     cmdline: &'static str,
 }
 
-const KVM: Hardware = Hardware { domain_type: "kvm", cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
+const KVM: Hardware = Hardware { domain_type: "kvm", cpus: 2, cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
 /// Emulation: the simplest CPU is the fastest. The kernel calibrates the TSC wrongly while the host is busy, and then the
-/// VM's clock runs many times too fast: the TSC must not be used at all.
+/// VM's clock runs many times too fast: the TSC must not be used at all. Two emulated CPUs on a busy host can wait for each
+/// other until the kernel reports a soft lockup: one CPU cannot.
 const TCG: Hardware = Hardware {
     domain_type: "qemu",
+    cpus: 1,
     cpu: "<cpu mode='custom' match='exact'><model>qemu64</model></cpu>",
     cmdline: "tsc=unstable no_timer_check",
 };
@@ -126,6 +129,7 @@ pub async fn boot(
     let hardware = if vm.accelerator == "kvm" { &KVM } else { &TCG };
     let mut xml = DOMAIN.to_owned();
     for (key, value) in [
+        ("CPUS", hardware.cpus.to_string()),
         ("TYPE", hardware.domain_type.to_owned()),
         ("CMDLINE", hardware.cmdline.to_owned()),
         ("NAME", name.to_owned()),
@@ -153,6 +157,11 @@ pub async fn start(run: &Run, name: &str) -> Result<()> {
         .await
         .map(drop)
         .with_context(|| format!("cannot start virtual machine {name}"))
+}
+
+/// Resets a domain, as the button of a machine does.
+pub async fn reset(run: &Run, name: &str) -> Result<()> {
+    virsh(run, ["reset", name]).await.map(drop).with_context(|| format!("cannot reset virtual machine {name}"))
 }
 
 /// Runs virsh on the run's libvirt.

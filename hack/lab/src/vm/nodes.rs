@@ -17,16 +17,18 @@ use crate::wait::eventually;
 /// An emulated VM boots in 15 seconds on an idle host, and in minutes beside a build.
 const PATIENCE: Duration = Duration::from_secs(900);
 
+/// A VM whose node has not joined by then is reset.
+const SLOW_BOOT: Duration = Duration::from_secs(300);
+
+/// Whether kubelet registers the node soon. Emulated CPUs rarely lock up during boot; then only a reset helps.
+pub async fn joins_soon(client: &Client, name: &str) -> bool {
+    joined(&Api::all(client.clone()), name, SLOW_BOOT).await.is_ok()
+}
+
 /// Waits until kubelet has registered the node, initializes it as a cloud provider would, and waits until it is ready.
 pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<Node> = Api::all(client.clone());
-    let joined = eventually("its node has joined", PATIENCE, || async {
-        Ok(match nodes.get_opt(name).await {
-            Ok(node) => node.ok_or_else(|| "no Node object".to_owned()),
-            Err(error) => Err(chain(&error)),
-        })
-    });
-    let node = joined.await.with_context(|| explain(run, name))?;
+    let node = joined(&nodes, name, PATIENCE).await.with_context(|| explain(run, name))?;
     initialize(&nodes, &node).await.with_context(|| format!("cannot initialize node {name}"))?;
     eventually("its node is ready", PATIENCE, || async {
         let node = match nodes.get(name).await {
@@ -43,6 +45,16 @@ pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()>
     })
     .await
     .with_context(|| explain(run, name))
+}
+
+async fn joined(nodes: &Api<Node>, name: &str, deadline: Duration) -> Result<Node> {
+    eventually("its node has joined", deadline, || async {
+        Ok(match nodes.get_opt(name).await {
+            Ok(node) => node.ok_or_else(|| "no Node object".to_owned()),
+            Err(error) => Err(chain(&error)),
+        })
+    })
+    .await
 }
 
 /// Waits until gc-csi-node is registered with the kubelet.

@@ -3,8 +3,19 @@
 use anyhow::Result;
 use futures::future::FutureExt;
 
-use crate::alerts::faults::{QUICK, SLOW, fire_and_clear};
 use crate::alerts::site::in_lab;
+
+mod drift;
+pub(crate) mod faults;
+mod fleet;
+mod leaders;
+mod links;
+mod node;
+mod pools;
+mod programs;
+mod storage;
+
+use faults::{QUICK, SLOW, fire_and_clear};
 
 #[tokio::test]
 async fn each_quick_fault_is_noticed_and_its_mend() -> Result<()> {

@@ -11,19 +11,11 @@ use serde_json::Value;
 use tests::prometheus::{Prometheus, RuleFile, promtool, yaml};
 use tests::{PATIENCE, eventually};
 
-mod drift;
-pub(crate) mod faults;
-mod fleet;
-mod leaders;
-mod links;
-mod node;
-mod pools;
-mod programs;
 pub(crate) mod site;
-mod storage;
 
-use faults::{QUICK, SLOW};
 use site::in_lab;
+
+use crate::alert_faults::faults::{QUICK, SLOW};
 
 const METRICS: &str = include_str!("../../docs/reference/metrics.md");
 const RUNBOOK: &str = include_str!("../../docs/guides/runbooks/alerts.md");

@@ -73,7 +73,8 @@ struct Hardware {
     cmdline: &'static str,
 }
 
-const KVM: Hardware = Hardware { domain_type: "kvm", cpus: 2, cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
+const KVM: Hardware =
+    Hardware { domain_type: "kvm", cpus: 2, cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
 /// Emulation: the simplest CPU is the fastest. The kernel calibrates the TSC wrongly while the host is busy, and then the
 /// VM's clock runs many times too fast: the TSC must not be used at all. Two emulated CPUs on a busy host can wait for each
 /// other until the kernel reports a soft lockup: one CPU cannot.
@@ -161,7 +162,10 @@ pub async fn start(run: &Run, name: &str) -> Result<()> {
 
 /// Resets a domain, as the button of a machine does.
 pub async fn reset(run: &Run, name: &str) -> Result<()> {
-    virsh(run, ["reset", name]).await.map(drop).with_context(|| format!("cannot reset virtual machine {name}"))
+    virsh(run, ["reset", name])
+        .await
+        .map(drop)
+        .with_context(|| format!("cannot reset virtual machine {name}"))
 }
 
 /// Runs virsh on the run's libvirt.

@@ -9,8 +9,8 @@ use futures::future::{BoxFuture, FutureExt, join_all};
 use tests::prometheus::Prometheus;
 use tests::{PATIENCE, eventually};
 
-use super::site::Site;
 use super::{drift, leaders, links, node, pools, programs, storage};
+use crate::alerts::site::Site;
 
 /// An alert about a program: name, and job of the program.
 pub(super) type Alert = (&'static str, &'static str);

@@ -11,7 +11,7 @@ use tests::program::Running;
 use tests::{PATIENCE, eventually};
 
 use super::faults::Watch;
-use super::site::{CONTROLLERS, Site};
+use crate::alerts::site::{CONTROLLERS, Site};
 
 /// Something takes the Leases away from their holders.
 pub(super) async fn change(site: &Site, alerts: &Watch<'_>) -> Result<()> {

@@ -18,7 +18,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use super::faults::Watch;
-use super::site::Site;
+use crate::alerts::site::Site;
 
 const SIZE: i64 = 32 * MIB;
 /// Deadline of a call that waits for a disk in vain.

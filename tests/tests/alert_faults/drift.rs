@@ -16,7 +16,7 @@ use tests::driver::new_volume;
 use tests::{MIB, PATIENCE, eventually, unique};
 
 use super::faults::Watch;
-use super::site::Site;
+use crate::alerts::site::Site;
 
 /// More than the rules tolerate.
 const MANY: usize = 7;

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tests::{PATIENCE, eventually};
 
 use super::faults::Watch;
-use super::site::Site;
+use crate::alerts::site::Site;
 
 const START_TIMES: &str = "{__name__=~\"nestor_.*_start_time_seconds\"}";
 

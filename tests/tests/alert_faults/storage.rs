@@ -8,7 +8,7 @@ use tests::{PATIENCE, eventually, unique};
 use uuid::Uuid;
 
 use super::faults::Watch;
-use super::site::Site;
+use crate::alerts::site::Site;
 
 const LIBVIRT: &str = "libvirtd";
 

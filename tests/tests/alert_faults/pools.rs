@@ -7,7 +7,7 @@ use tests::own_pool::OwnPool;
 use tests::{MIB, PATIENCE, eventually};
 
 use super::faults::Watch;
-use super::site::Site;
+use crate::alerts::site::Site;
 
 /// A volume of this size that can only be in a pool.
 fn only_in(pool: &OwnPool, bytes: u64) -> Result<(VolumeId, VolumeSpec)> {

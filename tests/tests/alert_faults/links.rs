@@ -14,7 +14,7 @@ use tonic::Request;
 
 use super::faults::{SHIM, Watch};
 use super::fleet::Fleet;
-use super::site::{STORAGE_INFRA, Site};
+use crate::alerts::site::{STORAGE_INFRA, Site};
 
 /// Deadline of calls that cannot be completed: longer than what the rules call slow in the test.
 const DEADLINE: Duration = Duration::from_secs(5);

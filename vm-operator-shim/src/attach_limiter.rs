@@ -171,6 +171,12 @@ impl AttachLimiter {
         self.change(vm, Timestamp::now(), |allowance| allowance.count_removals(&self.rate, recent));
     }
 
+    /// Whether the rate of a VM is reduced because it flaps.
+    pub(crate) fn is_flapping(&self, vm: &Key) -> bool {
+        let kept = self.all().get(vm).copied();
+        kept.is_some_and(|kept| kept.at(&self.rate, Timestamp::now()).halvings > 0)
+    }
+
     fn change<T>(&self, vm: &Key, now: Timestamp, change: impl FnOnce(&mut Allowance) -> T) -> T {
         let mut all = self.all();
         let before =
@@ -306,6 +312,16 @@ mod tests {
         assert_eq!((second.disks, second.last_at), (5, first.last_at));
         let third = vm.0.take(&RATE, 100);
         assert_eq!(third.last_at, vm.0.at + SECOND * 20);
+    }
+
+    #[test]
+    fn a_vm_is_known_to_flap_by_its_removals() {
+        let (limiter, vm) = (AttachLimiter::new(RATE), Key::new("guest", "vm"));
+        limiter.count_removals(&vm, 32);
+        assert!(!limiter.is_flapping(&vm));
+        limiter.count_removals(&vm, 33);
+        assert!(limiter.is_flapping(&vm));
+        assert!(!limiter.is_flapping(&Key::new("guest", "another")));
     }
 
     #[test]

@@ -41,6 +41,10 @@ const BATCH_DELAY: Duration = Duration::from_millis(50);
 /// Delay before the `:detaching` suffix is written. Usually the disk is detached by then, which saves this write.
 const RENAME_DELAY: Duration = Duration::from_secs(1);
 
+/// Delay during which all status changes of a VM that flaps are batched. Each of its status writes costs much: the API server
+/// validates all entries.
+const FLAPPING_DELAY: Duration = Duration::from_secs(3);
+
 /// Delay before a retry after a conflict. Usually the cache shows the other write by then.
 const CONFLICT_DELAY: Duration = Duration::from_secs(1);
 
@@ -176,20 +180,27 @@ impl Reconciler {
         // Plan again: the writes above may have changed the status.
         let vm = if is_confirmed { vm } else { self.vms.get(key).unwrap_or(vm) };
         let Plan { status, in_progress, only_renames, .. } = self.plan(key, &vm, &missing.obstacles);
-        let wait = if only_renames { RENAME_DELAY } else { BATCH_DELAY };
+        let is_flapping = self.attach_limiter.is_flapping(key);
+        let wait = match (is_flapping, only_renames) {
+            (true, _) => FLAPPING_DELAY,
+            (false, true) => RENAME_DELAY,
+            (false, false) => BATCH_DELAY,
+        };
         match status {
             None => self.status_delay.ended(key),
-            // After a failure the next reconcile is in backoff, so the status is written now.
-            Some(volumes) => match self.status_delay.remaining(key, in_progress && problems.is_empty(), wait)
-            {
-                Some(left) => next = sooner(next, left),
-                None => {
-                    let written = self.write_status(key, &vm, &volumes).await?;
-                    if !written {
-                        next = sooner(next, CONFLICT_DELAY);
+            Some(volumes) => {
+                // After a failure the next reconcile is in backoff, so the status is written now.
+                let may_wait = (in_progress || is_flapping) && problems.is_empty();
+                match self.status_delay.remaining(key, may_wait, wait) {
+                    Some(left) => next = sooner(next, left),
+                    None => {
+                        let written = self.write_status(key, &vm, &volumes).await?;
+                        if !written {
+                            next = sooner(next, CONFLICT_DELAY);
+                        }
                     }
                 }
-            },
+            }
         }
         if problems.is_empty() { Ok(next) } else { Err(ReconcileError::Attachments(problems)) }
     }

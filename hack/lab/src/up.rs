@@ -132,7 +132,7 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     }
     let current = Version::current(&binaries);
     let installed = match &options.version {
-        Some(commit) => Version::of_commit(ui, commit).await?,
+        Some(commit) => Version::of_commit(ui, commit, options.release).await?,
         None => current.clone(),
     };
     let binaries = installed.binaries.clone();

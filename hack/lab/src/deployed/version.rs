@@ -37,7 +37,7 @@ impl Version {
     }
 
     /// An earlier commit or tag, built from a worktree in the target folder.
-    pub(crate) async fn of_commit(ui: &Ui, commit: &str) -> Result<Self> {
+    pub(crate) async fn of_commit(ui: &Ui, commit: &str, release: bool) -> Result<Self> {
         let revision = format!("{commit}^{{commit}}");
         let id = git(&["rev-parse", "--verify", "--end-of-options", &revision]).await;
         let id = id.with_context(|| format!("{commit:?} is no commit of this repository"))?;
@@ -49,7 +49,8 @@ impl Version {
             git(&["worktree", "prune"]).await?;
             git(&["worktree", "add", "--detach", &sources.display().to_string(), &tag]).await?;
         }
-        let binaries = cache::cargo::build_in(ui, &sources, &PROGRAMS, &folder.join("target"), false).await?;
+        let binaries =
+            cache::cargo::build_in(ui, &sources, &PROGRAMS, &folder.join("target"), release).await?;
         // The build of another version would overwrite the programs.
         let kept = sources.join("target/programs");
         fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;

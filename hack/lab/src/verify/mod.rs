@@ -121,7 +121,7 @@ fn lab_for(kind: Kind, steps: &[Step]) -> (&'static str, UpOptions) {
         Kind::Pods => {
             let upgrades = steps.iter().any(|step| step.name == UPGRADE);
             let version = upgrades.then(|| EARLIER.to_owned());
-            ("test-pods", UpOptions { deployed: true, version, ..UpOptions::default() })
+            ("test-pods", UpOptions { deployed: true, release: true, version, ..UpOptions::default() })
         }
         Kind::Version(kubernetes) => ("test-kubernetes", UpOptions { kubernetes, ..UpOptions::default() }),
     }

@@ -18,17 +18,17 @@ type Work = for<'a> fn(&'a Site) -> BoxFuture<'a, Result<()>>;
 /// The guest whose gc-csi has two replicas.
 const GUEST: &str = "g1";
 /// The replicas of the controllers in the lab, by job.
-pub(super) const CONTROLLERS: [(&str, [&str; 2]); 3] = [
+pub(crate) const CONTROLLERS: [(&str, [&str; 2]); 3] = [
     ("mgmt-csi", ["mgmt-csi", "mgmt-csi-2"]),
     ("vm-operator-shim", ["vm-operator-shim", "vm-operator-shim-2"]),
     ("gc-csi-controller", ["g1-gc-csi", "g1-gc-csi-2"]),
 ];
-pub(super) const STORAGE_INFRA: &str = "storage-infra";
+pub(crate) const STORAGE_INFRA: &str = "storage-infra";
 /// Short, so that backups and their absence are observed soon.
 const BACKUP_INTERVAL: &str = "storage-infra:backup-interval=2s";
 
 /// Proxies between the controllers and the servers that they use.
-pub(super) struct Links {
+pub(crate) struct Links {
     /// To the API server of the management cluster.
     pub management: TcpProxy,
     /// To the API server of the guest.
@@ -82,7 +82,7 @@ impl Links {
     }
 
     /// Opens all proxies, however a fault left them.
-    pub(super) async fn open(&self) -> Result<()> {
+    pub(crate) async fn open(&self) -> Result<()> {
         for proxy in [&self.management, &self.guest, &self.infra] {
             proxy.open().await?;
         }
@@ -115,7 +115,7 @@ async fn with_replicas(lab: &Lab, work: Work) -> Result<()> {
 /// What faults are caused in, and observed with.
 pub(crate) struct Site {
     pub s: Arc<Scenario>,
-    pub(super) links: Arc<Links>,
+    pub(crate) links: Arc<Links>,
     pub prometheus: Prometheus,
     /// A node plugin of a loop node.
     pub plugin: NodePlugin,
@@ -141,7 +141,7 @@ impl Site {
     }
 
     /// All programs that are scraped: job and component.
-    pub(super) fn components(&self) -> Vec<(&'static str, &str)> {
+    pub(crate) fn components(&self) -> Vec<(&'static str, &str)> {
         let replicas = CONTROLLERS.iter().flat_map(|(job, all)| all.iter().map(|one| (*job, *one)));
         replicas.chain([("gc-csi-node", &*self.plugin.component), (STORAGE_INFRA, STORAGE_INFRA)]).collect()
     }

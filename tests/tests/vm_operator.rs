@@ -130,7 +130,7 @@ async fn a_disk_of_another_guests_vm_is_left_alone_and_the_detach_is_refused() -
         })
         .await?;
         assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
-        s.vms().patch(&node.name, &PatchParams::default(), &of(Value::Null)).await?;
+        s.vms().patch(&node.name, &PatchParams::default(), &of(json!(s.cluster_id))).await?;
         eventually("detached", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })

@@ -26,7 +26,7 @@ async fn vm_with_status(s: &Scenario, entry: &str, disks: &[(&str, &str)]) -> Re
     let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
     let vm: VirtualMachine = serde_json::from_value(json!({
         "apiVersion": resource.api_version, "kind": resource.kind,
-        "metadata": {"name": name, "namespace": s.namespace},
+        "metadata": {"name": name, "namespace": s.namespace, "labels": {names::LABEL_CLUSTER_ID: s.cluster_id}},
         "spec": {"volumes": [{"name": entry, "persistentVolumeClaim": {"claimName": entry}}]},
     }))?;
     s.vms().create(&Default::default(), &vm).await?;

@@ -53,6 +53,7 @@ impl Scenario {
         }
         self.show_pools()?;
         self.remove_own_namespaces().await?;
+        self.remove_accounts().await?;
         self.record_claims().await?;
         self.remove_pods().await?;
         self.remove_guest_attachments().await?;

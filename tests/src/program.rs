@@ -239,22 +239,23 @@ impl Controller {
         more: &[&str],
         folder: &Path,
     ) -> Result<Self> {
-        let (namespace, kubeconfig) = Self::home(s)?;
+        let (namespace, kubeconfig) = Self::home(s, cluster_id).await?;
         Self::begin(s, &namespace, &kubeconfig, cluster_id, more, Some(folder)).await
     }
 
     /// Starts it with another cluster ID, so that the lab's controller does not touch its claims.
     pub async fn start_as(s: &Scenario, cluster_id: &str, more: &[&str]) -> Result<Self> {
-        let (namespace, kubeconfig) = Self::home(s)?;
+        let (namespace, kubeconfig) = Self::home(s, cluster_id).await?;
         Self::start_in(s, &namespace, &kubeconfig, cluster_id, more).await
     }
 
-    /// The first guest's namespace in the management cluster, and its kubeconfig there.
-    fn home(s: &Scenario) -> Result<(String, PathBuf)> {
-        let state = s.lab.state();
-        let management = state.management.as_ref().context("the lab has no management cluster")?;
-        let guest = state.guests.get(GUEST).context("the lab has no such guest")?;
-        Ok((guest.namespace.clone(), management.kubeconfig_of(&guest.account())))
+    /// The first guest's namespace in the management cluster, and the kubeconfig of an account there with this cluster ID.
+    async fn home(s: &Scenario, cluster_id: &str) -> Result<(String, PathBuf)> {
+        let guest = match cluster_id == s.cluster_id {
+            true => s.lab.state().guests.get(GUEST).context("the lab has no such guest")?.clone(),
+            false => s.account(&s.namespace, cluster_id).await?,
+        };
+        Ok((guest.namespace.clone(), management_cluster(s)?.kubeconfig_of(&guest.account())))
     }
 
     /// Starts it for another namespace of the management cluster, with this kubeconfig.

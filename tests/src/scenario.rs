@@ -9,6 +9,7 @@ use infra_api::{PoolName, VolumeId};
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolumeClaim};
 use kube::api::{Api, DynamicObject, PostParams};
 use kube::{Client, ResourceExt};
+use lab::state::Guest;
 use lab::{Lab, LoopNode};
 use rustix::process::Pid;
 use serde_json::json;
@@ -61,6 +62,8 @@ pub(crate) struct Created {
     pub(crate) pool_labels: Vec<(PoolName, String)>,
     pub(crate) stopped: BTreeSet<String>,
     pub(crate) namespaces: Vec<OwnNamespace>,
+    /// Guests with accounts in the management cluster.
+    pub(crate) accounts: Vec<Guest>,
     /// Nodes in the storage infra that belong to these namespaces.
     pub(crate) infra_nodes: Vec<uuid::Uuid>,
 }

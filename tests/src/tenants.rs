@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use infra_api::{Volume, VolumeId};
-use lab::cluster::prepare_guest_namespace;
+use kube::Client;
+use lab::cluster::{prepare_guest_account, prepare_guest_namespace, remove_guest_account};
 use lab::state::Guest;
 use lab::{LoopNode, infra, virtual_machines};
 use uuid::Uuid;
@@ -12,7 +13,7 @@ use uuid::Uuid;
 use crate::driver::{Driver, new_volume};
 use crate::objects::gone;
 use crate::own_namespace::OwnNamespace;
-use crate::program::Controller;
+use crate::program::{Controller, management_cluster};
 use crate::scenario::GUEST;
 use crate::{MIB, PATIENCE, Scenario, eventually, unique};
 
@@ -24,6 +25,8 @@ pub struct Tenant {
     pub cluster_id: String,
     /// The kubeconfig of its account in the management cluster.
     pub kubeconfig: PathBuf,
+    /// A client of the management cluster with that account.
+    pub client: Client,
     namespace: OwnNamespace,
 }
 
@@ -38,16 +41,47 @@ impl Scenario {
 
     /// Creates a guest in the namespace, with the rights of any guest.
     pub async fn tenant(&self, namespace: &OwnNamespace) -> Result<Tenant> {
-        let state = self.lab.state();
-        let management = state.management.as_ref().context("the lab has no management cluster")?;
-        let like = state.guests.get(GUEST).context("the lab has no such guest")?;
-        let (name, cluster_id) = (unique("guest"), Uuid::new_v4().to_string());
-        let mut guest =
-            Guest { namespace: namespace.name.clone(), cluster_id: cluster_id.clone(), ..like.clone() };
-        guest.cluster.name.clone_from(&name);
-        prepare_guest_namespace(management, &guest).await?;
-        let kubeconfig = management.kubeconfig_of(&guest.account());
-        Ok(Tenant { name, cluster_id, kubeconfig, namespace: namespace.clone() })
+        let guest = self.account(&namespace.name, &Uuid::new_v4().to_string()).await?;
+        Ok(Tenant {
+            kubeconfig: management_cluster(self)?.kubeconfig_of(&guest.account()),
+            client: self.lab.management_as(&guest).await?,
+            name: guest.cluster.name,
+            cluster_id: guest.cluster_id,
+            namespace: namespace.clone(),
+        })
+    }
+
+    /// Creates an account with this cluster ID in a management namespace, with the rights and admission policies of any
+    /// guest; it is removed when the scenario ends.
+    pub(crate) async fn account(&self, namespace: &str, cluster_id: &str) -> Result<Guest> {
+        let guest = self.new_guest(namespace, cluster_id)?;
+        prepare_guest_namespace(management_cluster(self)?, &guest).await?;
+        Ok(guest)
+    }
+
+    /// A client of the management cluster with the rights of the first guest, but without admission policies.
+    pub async fn management_without_policies(&self) -> Result<Client> {
+        let guest = self.new_guest(&self.namespace, &self.cluster_id)?;
+        prepare_guest_account(management_cluster(self)?, &guest).await?;
+        self.lab.management_as(&guest).await
+    }
+
+    fn new_guest(&self, namespace: &str, cluster_id: &str) -> Result<Guest> {
+        let like = self.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
+        let (namespace, cluster_id) = (namespace.to_owned(), cluster_id.to_owned());
+        let mut guest = Guest { namespace, cluster_id, ..like.clone() };
+        guest.cluster.name = unique("guest");
+        self.created().accounts.push(guest.clone());
+        Ok(guest)
+    }
+
+    /// Removes the accounts of the scenario with their rights and policies.
+    pub(crate) async fn remove_accounts(&self) -> Result<()> {
+        let accounts = std::mem::take(&mut self.created().accounts);
+        for guest in &accounts {
+            remove_guest_account(management_cluster(self)?, guest).await?;
+        }
+        Ok(())
     }
 
     /// Creates a loop node of the guest with this cluster ID in the namespace.

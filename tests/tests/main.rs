@@ -5,6 +5,7 @@
 #![allow(clippy::print_stdout, reason = "the tests print their measurements")]
 
 mod access_modes;
+mod admission;
 mod alert_faults;
 mod alerts;
 mod arm64;

@@ -1,6 +1,6 @@
-//! Ownership, enforced by mgmt-csi: a guest that uses its own credential and the Kubernetes API, without gc-csi, gets no
-//! access to the data of another guest in the same namespace. An attempt may already be refused by an admission policy; no
-//! test depends on one.
+//! Ownership, enforced by mgmt-csi: a guest that uses its own rights and the Kubernetes API, without gc-csi, gets no
+//! access to the data of another guest in the same namespace. No admission policy applies to the account, so that only
+//! mgmt-csi refuses.
 
 use anyhow::{Context, Result, ensure};
 use crds::{VirtualMachine, names};
@@ -20,7 +20,7 @@ use tests::{PATIENCE, Scenario, alone, eventually, from_claim, from_snapshot, ru
 /// Size of a volume of 4 MiB.
 const ALL: usize = 4 << 20;
 
-/// The first guest's account in the management cluster, used without gc-csi.
+/// An account with the first guest's rights in the management cluster, used without gc-csi.
 struct Intruder {
     client: Client,
     namespace: String,
@@ -28,7 +28,7 @@ struct Intruder {
 
 impl Intruder {
     async fn of(s: &Scenario) -> Result<Self> {
-        Ok(Self { client: s.lab.management_as_guest("g1").await?, namespace: s.namespace.clone() })
+        Ok(Self { client: s.management_without_policies().await?, namespace: s.namespace.clone() })
     }
 
     fn claims(&self) -> Api<PersistentVolumeClaim> {

@@ -26,7 +26,7 @@ async fn vm_with_status(s: &Scenario, entry: &str, disks: &[(&str, &str)]) -> Re
     let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
     let vm: VirtualMachine = serde_json::from_value(json!({
         "apiVersion": resource.api_version, "kind": resource.kind,
-        "metadata": {"name": name, "namespace": s.namespace},
+        "metadata": {"name": name, "namespace": s.namespace, "labels": {names::LABEL_CLUSTER_ID: s.cluster_id}},
         "spec": {"volumes": [{"name": entry, "persistentVolumeClaim": {"claimName": entry}}]},
     }))?;
     s.vms().create(&Default::default(), &vm).await?;
@@ -130,7 +130,7 @@ async fn a_disk_of_another_guests_vm_is_left_alone_and_the_detach_is_refused() -
         })
         .await?;
         assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
-        s.vms().patch(&node.name, &PatchParams::default(), &of(Value::Null)).await?;
+        s.vms().patch(&node.name, &PatchParams::default(), &of(json!(s.cluster_id))).await?;
         eventually("detached", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })

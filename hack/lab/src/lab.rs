@@ -73,8 +73,12 @@ impl Lab {
 
     /// A client of the management cluster with the rights of a guest's gc-csi.
     pub async fn management_as_guest(&self, name: &str) -> Result<kube::Client> {
-        let path = self.management_cluster()?.kubeconfig_of(&self.guest_record(name)?.account());
-        kubeconfig::client(&path).await
+        self.management_as(self.guest_record(name)?).await
+    }
+
+    /// The same for a guest that the lab's state does not contain.
+    pub async fn management_as(&self, guest: &Guest) -> Result<kube::Client> {
+        kubeconfig::client(&self.management_cluster()?.kubeconfig_of(&guest.account())).await
     }
 
     /// A client of a VM's kubelet, with the API server's rights.

@@ -272,10 +272,10 @@ async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) ->
 /// Starts all of Nestor's components on this host, and registers the VMs.
 async fn start_system(ui: &Ui, run: &Run, replicas: u32, plan: &Plan) -> Result<()> {
     let step = ui.step("drivers and sidecars");
-    for guest in &plan.guests {
-        cluster::prepare_guest_namespace(&plan.management.cluster, &guest.guest).await?;
-    }
     let state = run.state()?;
+    for guest in state.guests.values() {
+        cluster::prepare_guest_namespace(&plan.management.cluster, guest).await?;
+    }
     let guests = plan.guests.iter().map(|guest| guest.guest.cluster.name.as_str());
     let drivers = guests.map(|guest| drivers::start_guest(run, &state, guest, replicas));
     futures::try_join!(

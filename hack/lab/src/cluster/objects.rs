@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::api::{Api, DynamicObject, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
 use kube::core::GroupVersionKind;
 use kube::{Client, ResourceExt};
 use serde_json::Value;
@@ -28,18 +28,53 @@ pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
     Ok(())
 }
 
+/// Deletes every document of a YAML text, except those of one kind and those that do not exist.
+pub async fn delete_all(client: &Client, yaml: &str, kept: &str) -> Result<()> {
+    for document in serde_saphyr::from_multiple::<Value>(yaml).context("not valid YAML")? {
+        let object: DynamicObject = serde_json::from_value(document).context("not a Kubernetes object")?;
+        if object.types.as_ref().is_some_and(|types| types.kind != kept) {
+            delete_one(client, &object)
+                .await
+                .with_context(|| format!("cannot delete {}", object.name_any()))?;
+        }
+    }
+    Ok(())
+}
+
+async fn delete_one(client: &Client, object: &DynamicObject) -> Result<()> {
+    let api = api_of(client, &kind_of(object)?, object).await?;
+    match api.delete(&object.name_any(), &DeleteParams::default()).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn kind_of(object: &DynamicObject) -> Result<GroupVersionKind> {
+    Ok(GroupVersionKind::try_from(object.types.as_ref().context("no kind")?)?)
+}
+
+/// The API of an object's kind, in its namespace.
+async fn api_of(
+    client: &Client,
+    kind: &GroupVersionKind,
+    object: &DynamicObject,
+) -> kube::Result<Api<DynamicObject>> {
+    let (resource, _) = kube::discovery::pinned_kind(client, kind).await?;
+    Ok(match &object.metadata.namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+        None => Api::all_with(client.clone(), &resource),
+    })
+}
+
 /// Applies one object. Retries while the definition is not served yet or the API server does not respond.
 pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject> {
     let object: DynamicObject = serde_json::from_value(document).context("not a Kubernetes object")?;
     let types = object.types.clone().context("no kind")?;
-    let gvk = GroupVersionKind::try_from(&types)?;
+    let kind = kind_of(&object)?;
     let name = object.name_any();
     let attempt = async || {
-        let (resource, _) = kube::discovery::pinned_kind(client, &gvk).await?;
-        let api: Api<DynamicObject> = match &object.metadata.namespace {
-            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-            None => Api::all_with(client.clone(), &resource),
-        };
+        let api = api_of(client, &kind, &object).await?;
         api.patch(&name, &PatchParams::apply("lab").force(), &Patch::Apply(&object)).await
     };
     eventually(&format!("{} {} {name} is applied", types.api_version, types.kind), PATIENCE, || async {

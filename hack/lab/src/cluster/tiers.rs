@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
 
-use super::objects::{apply, apply_definitions, apply_one, token};
+use super::objects::{apply, apply_definitions, apply_one, delete_all, token};
 use crate::kubeconfig::{self, User};
 use crate::run::repository;
 use crate::state::{Cluster, Guest};
@@ -27,6 +27,7 @@ const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter"
 const MANAGEMENT: &str = include_str!("../../../../charts/nestor-management/files/management.yaml");
 const MANAGEMENT_CLASSES: &str = include_str!("../../../../charts/nestor-management/files/classes.yaml");
 const GUEST_ACCOUNT: &str = include_str!("../../../../charts/nestor-management/files/guest.yaml");
+const GUEST_ADMISSION: &str = include_str!("../../../../charts/nestor-management/files/admission.yaml");
 const GUEST: &str = include_str!("../../../../charts/nestor-guest/files/guest.yaml");
 const GUEST_CLASSES: &str = include_str!("../../../../charts/nestor-guest/files/classes.yaml");
 const SIDECAR_ACCOUNTS: &str = include_str!("../../../../charts/shared/sidecars.yaml");
@@ -74,16 +75,40 @@ async fn prepare_parts(
     Ok(())
 }
 
-/// Creates a guest's namespace and account in the management cluster, and the kubeconfig that its gc-csi uses.
+/// Creates a guest's namespace and account in the management cluster, with its admission policies, and the kubeconfig that
+/// its gc-csi uses.
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
+    anyhow::ensure!(!guest.cluster_id.is_empty(), "guest {} has no cluster ID yet", guest.cluster.name);
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    let yaml = GUEST_ACCOUNT
-        .replace("${NAMESPACE}", &guest.namespace)
+    apply(&client, "nestor-management/files/admission.yaml", &filled(GUEST_ADMISSION, guest)).await?;
+    prepare_guest_account(management, guest).await
+}
+
+/// The same without admission policies.
+pub async fn prepare_guest_account(management: &Cluster, guest: &Guest) -> Result<()> {
+    let client = kubeconfig::client(&management.kubeconfig).await?;
+    apply(&client, "nestor-management/files/guest.yaml", &filled(GUEST_ACCOUNT, guest)).await?;
+    token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
+}
+
+/// Deletes a guest's account in the management cluster with its rights and admission policies, but not its namespace.
+pub async fn remove_guest_account(management: &Cluster, guest: &Guest) -> Result<()> {
+    let client = kubeconfig::client(&management.kubeconfig).await?;
+    for file in [GUEST_ACCOUNT, GUEST_ADMISSION] {
+        delete_all(&client, &filled(file, guest), "Namespace").await?;
+    }
+    Ok(())
+}
+
+/// A file of the management chart for a guest that may use all classes.
+fn filled(file: &str, guest: &Guest) -> String {
+    file.replace("${NAMESPACE}", &guest.namespace)
         .replace("${ACCOUNT}", &guest.account())
         .replace("${CLUSTER}", &guest.cluster.name)
-        .replace("${SYSTEM_NAMESPACE}", MANAGEMENT_NAMESPACE);
-    apply(&client, "nestor-management/files/guest.yaml", &yaml).await?;
-    token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
+        .replace("${CLUSTER_ID}", &guest.cluster_id)
+        .replace("${CLASSES}", "[]")
+        .replace("${UNLABELLED_VMS}", "false")
+        .replace("${SYSTEM_NAMESPACE}", MANAGEMENT_NAMESPACE)
 }
 
 /// Applies driver, classes and accounts to a guest.

@@ -1,12 +1,13 @@
 //! Releases: helm, run against the lab's clusters.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::values::retain_known;
 use super::{NAMESPACE, Version};
 use crate::process::{command, run as run_helper};
 use crate::run::Run;
@@ -63,14 +64,23 @@ impl Release {
     }
 
     async fn apply(&self, verb: &str, version: &Version) -> Result<()> {
+        let chart = version.charts.join(self.chart);
+        let file = self.folder.join(format!("{}-values.json", self.chart));
+        fs::write(&file, serde_json::to_vec_pretty(&self.values_for(version, &chart)?)?)
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        let (chart, file) = (chart.display().to_string(), file.display().to_string());
+        self.helm(&[verb, NAME, &chart, "--values", &file, "--wait", &timeout()]).await.map(drop)
+    }
+
+    /// The values for a version, in its chart's folder.
+    fn values_for(&self, version: &Version, chart: &Path) -> Result<Value> {
+        let schema = chart.join("values.schema.json");
+        let schema =
+            fs::read_to_string(&schema).with_context(|| format!("cannot read {}", schema.display()))?;
         let mut values = self.values.clone();
         values["image"] = json!({"tag": version.tag});
-        let file = self.folder.join(format!("{}-values.json", self.chart));
-        fs::write(&file, serde_json::to_vec_pretty(&values)?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
-        let chart = version.charts.join(self.chart).display().to_string();
-        let file = file.display().to_string();
-        self.helm(&[verb, NAME, &chart, "--values", &file, "--wait", &timeout()]).await.map(drop)
+        retain_known(&mut values, &serde_json::from_str(&schema)?);
+        Ok(values)
     }
 
     async fn helm(&self, args: &[&str]) -> Result<String> {

@@ -65,7 +65,10 @@ pub(super) struct Reconciler {
 impl Reconciler {
     /// Reconciles one claim.
     pub(super) async fn reconcile(&self, key: &Key) -> Result<NextAction, RequestError> {
-        let Some(claim) = self.bindings.claims.get(key) else { return Ok(NextAction::AwaitChange) };
+        let Some(claim) = self.bindings.claims.get(key) else {
+            self.waiting.remove(key);
+            return Ok(NextAction::AwaitChange);
+        };
         let volume = cluster::volume_name(&claim).and_then(|name| self.bindings.volumes.get(name));
         let protection = protection(&claim, volume.as_deref());
         if let Some(next) = self.protect(key, &claim, protection).await? {

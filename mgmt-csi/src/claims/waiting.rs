@@ -81,7 +81,7 @@ mod tests {
             waiting.detached_by(InfraEvent::Object(&event)).len()
         };
         let detached = event(EventKind::Attachment, Change::Deleted, id);
-        assert_eq!(waiting.detached_by(InfraEvent::Object(&detached)), [own.clone()]);
+        assert_eq!(waiting.detached_by(InfraEvent::Object(&detached)), std::slice::from_ref(&own));
         assert_eq!(after(EventKind::Attachment, Change::Updated, id), 0);
         assert_eq!(after(EventKind::Volume, Change::Deleted, id), 0);
         assert_eq!(after(EventKind::Attachment, Change::Deleted, "by-hand"), 2);

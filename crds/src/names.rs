@@ -195,6 +195,12 @@ pub const CONDITION_HEALTHY: &str = "nestor.dev/Healthy";
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// Finalizer on a `VolumeAttachment` whose disk may still be attached. Set and removed by mgmt-csi.
 pub const FINALIZER_DETACH: &str = "nestor.dev/detach";
+/// Finalizer on a management claim whose disk may be attached: the claim counts in its quotas until the disk is detached. Set
+/// by gc-csi at creation if the class says so, else by mgmt-csi. Removed by mgmt-csi only.
+pub const FINALIZER_ATTACHED: &str = "nestor.dev/attached";
+/// Annotation on a management StorageClass: the finalizer that gc-csi sets on the claims that it creates. Only
+/// [`FINALIZER_ATTACHED`] is set. Absent where mgmt-csi may be too old to remove it.
+pub const ANNOTATION_CLAIM_FINALIZER: &str = "nestor.dev/claim-finalizer";
 /// Guest StorageClass parameter: name of the management StorageClass.
 pub const PARAMETER_MANAGEMENT_CLASS: &str = "managementStorageClass";
 /// Guest VolumeSnapshotClass parameter: name of the management VolumeSnapshotClass.

@@ -62,6 +62,13 @@ pub(crate) enum Incompatible {
          correct volumeHandle, or ask the platform team to label the claim {2}: rw or ro"
     )]
     ClaimNotFound(String, String, String),
+    /// The claim is being deleted.
+    #[error(
+        "management PersistentVolumeClaim {0} is being deleted: once its disk is detached, it is gone and, with reclaim \
+         policy Delete, so is the data; copy the data before that, or ask the platform team to set Retain on the \
+         management PersistentVolume"
+    )]
+    ClaimTerminating(String),
     /// A property of the volume differs from the claim.
     #[error("{0}, but management PersistentVolumeClaim {1} {2}; {3}")]
     Differs(String, String, String, &'static str),

@@ -24,6 +24,8 @@ pub(crate) enum Event {
     VolumeCompatible,
     /// The management claim of a volume does not exist for this guest.
     ManagementClaimNotFound,
+    /// The management claim of a volume is being deleted.
+    ManagementClaimTerminating,
     /// A volume differs from its management claim.
     ManagementClaimMismatch,
     /// The management claim of a volume has other data.
@@ -61,6 +63,7 @@ impl Event {
             Self::VolumeCapacityAvailable => "VolumeCapacityAvailable",
             Self::VolumeCompatible => "VolumeCompatible",
             Self::ManagementClaimNotFound => "ManagementClaimNotFound",
+            Self::ManagementClaimTerminating => "ManagementClaimTerminating",
             Self::ManagementClaimMismatch => "ManagementClaimMismatch",
             Self::ManagementVolumeReplaced => "ManagementVolumeReplaced",
             Self::ReclaimPolicyMismatch => "ReclaimPolicyMismatch",
@@ -100,6 +103,7 @@ impl Event {
             }
             Self::VolumeCompatible
             | Self::ManagementClaimNotFound
+            | Self::ManagementClaimTerminating
             | Self::ManagementClaimMismatch
             | Self::ManagementVolumeReplaced
             | Self::Orphaned

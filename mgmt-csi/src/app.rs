@@ -118,7 +118,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             return;
         }
         cluster.start(&ready, &stop);
-        let attachments = attach.start(client.clone(), caches, infra.clone(), &ready, stop.clone());
+        let attachments =
+            attach.start(client.clone(), caches, claims.on_release(), infra.clone(), &ready, stop.clone());
         let capacity = args
             .capacity_namespace
             .as_deref()
@@ -134,7 +135,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                     }
                 };
                 let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
-                let claims = claims.run(client.clone(), infra.clone(), stop.clone());
+                let claims = claims.run(&shared, stop.clone());
                 tokio::join!(attach, attachments.record_guests(), claims, publish);
             };
             election.lead(&ready, &stop, term).await;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use crds::names::{
     ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_RECLAIM_POLICY,
-    ANNOTATION_REQUESTED_ZONES, ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, MANAGEMENT_DRIVER,
+    ANNOTATION_REQUESTED_ZONES, ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, FINALIZER_ATTACHED,
+    MANAGEMENT_DRIVER,
 };
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -145,6 +146,16 @@ pub(crate) fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Opt
     claim.metadata.annotations.as_ref()?.get(key).map(String::as_str)
 }
 
+/// Whether a claim has the finalizer of this driver.
+pub(crate) fn has_finalizer(claim: &PersistentVolumeClaim) -> bool {
+    claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_ATTACHED)
+}
+
+/// Whether a claim is being deleted.
+pub(crate) fn is_terminating(claim: &PersistentVolumeClaim) -> bool {
+    claim.metadata.deletion_timestamp.is_some()
+}
+
 /// Object reference to a claim, for events.
 pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
     ObjectReference {
@@ -171,9 +182,11 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         all.retain(|key, _| read.contains(&key.as_str()));
         all
     });
+    let finalizers = has_finalizer(claim).then(|| vec![FINALIZER_ATTACHED.to_owned()]);
     claim.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
         labels: only_ownership(claim.metadata.labels.take()),
+        finalizers,
         deletion_timestamp: claim.metadata.deletion_timestamp.take(),
         ..identity(&mut claim.metadata)
     };

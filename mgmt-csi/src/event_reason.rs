@@ -16,6 +16,10 @@ crds::reasons! {
         VolumeConditionAbnormal,
         /// On a claim: its volume is healthy again. Also the reason of the condition.
         VolumeConditionNormal,
+        /// On a claim that is being deleted: it stays until its disk is detached.
+        WaitForDetach,
+        /// On a claim that is being deleted: whether its disk is attached is unknown, so it stays.
+        DetachCheckFailed,
         /// On a VirtualMachine: its label `nestor.dev/cluster-id` was changed, which has no effect.
         GuestLabelChanged,
         /// On a VirtualMachine: it runs again.

@@ -1,9 +1,9 @@
 //! Management namespace of one scenario, to test the deletion of a guest or of its namespace.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use crds::{VirtualMachine, VolumeAttachment, names};
 use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::{ConfigMap, Namespace, PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Namespace, PersistentVolume, PersistentVolumeClaim};
 use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, ListParams, PostParams};
 use kube::{Client, Resource, ResourceExt};
@@ -105,6 +105,26 @@ impl OwnNamespace {
             Ok(list.iter().map(ResourceExt::name_any).filter(|name| claims.contains(&&**name)).collect())
         })
         .await
+    }
+
+    /// Waits until an event reports that a claim, which is being deleted, waits for the detach of its disk.
+    pub async fn waits_for_detach(&self, claim: &str) -> Result<()> {
+        let events: Api<Event> = Api::namespaced(self.client.clone(), &self.name);
+        let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
+        let about = ListParams::default().fields(&about);
+        eventually(&format!("claim {claim} waits for the detach"), PATIENCE, || async {
+            let reasons: Vec<_> =
+                events.list(&about).await?.into_iter().filter_map(|one| one.reason).collect();
+            Ok(if reasons.iter().any(|one| one == "WaitForDetach") {
+                Ok(())
+            } else {
+                Err(format!("{reasons:?}"))
+            })
+        })
+        .await?;
+        let metadata = self.claims().get(claim).await?.metadata;
+        ensure!(metadata.deletion_timestamp.is_some(), "{metadata:?}");
+        Ok(())
     }
 
     /// Waits until a claim has, or does not have, an owner with this UID.

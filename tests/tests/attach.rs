@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use crds::{VolumeAttachment, names};
 use kube::ResourceExt;
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::LoopNode;
 use serde_json::json;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
@@ -161,6 +161,9 @@ async fn a_detach_succeeds_without_the_management_claim() -> Result<()> {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         s.claims().delete(&handle, &DeleteParams::default()).await?;
+        // By force, because the claim waits for the detach otherwise.
+        let force = Patch::Merge(json!({"metadata": {"finalizers": null}}));
+        s.claims().patch(&handle, &PatchParams::default(), &force).await?;
         eventually("the management claim is deleted", PATIENCE, || async {
             Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })

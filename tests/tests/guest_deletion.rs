@@ -268,18 +268,17 @@ async fn an_attached_volume_is_kept_until_its_vm_is_deleted() -> Result<()> {
         write(&disk, &noise(1, 4096))?;
         gc_csi.stop().await?;
 
-        // The Cluster object is deleted first: its claims are deleted, the disk stays attached and its volume is kept.
+        // The Cluster object is deleted first: its claims are being deleted, the disk stays attached and its volume is kept.
         namespace.delete_cluster(&guest.name, &DeleteParams::background()).await?;
-        namespace.claims_gone(&[&volume]).await?;
-        // The PersistentVolume has the name of the storage infra's volume.
-        s.wait_for_management_event_of("PersistentVolume", infra_volume.as_str(), &["attached"]).await?;
+        namespace.waits_for_detach(&volume).await?;
         assert_eq!(read(&disk, 4096)?, noise(1, 4096));
         write(&disk, &noise(2, 4096))?;
         assert!(s.infra.get_volume(&infra_volume).await?.is_some());
 
-        // After the VM is deleted, the volume is deleted, without a detach by the guest.
+        // After the VM is deleted, claim and volume are deleted, without a detach by the guest.
         delete_vm(&namespace, &vm).await?;
         detached(&s, &namespace, &vm).await?;
+        namespace.claims_gone(&[&volume]).await?;
         s.infra_forgets(&[infra_volume]).await
     })
     .await

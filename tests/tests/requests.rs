@@ -125,6 +125,36 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
 }
 
 #[tokio::test]
+async fn a_create_is_one_write_to_the_claim_and_a_delete_is_two() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let of_claims = |entries: &[Entry]| {
+            count_by_kind(entries, |entry| entry.is_write() && entry.resource == "persistentvolumeclaims")
+        };
+        let mark = end_of_idle_log(&s).await?;
+        s.claim("data", "nestor", "4Mi").await?;
+        let volume = s.bound("data").await?.1.name_any();
+        let entries = requests_since(&s, mark).await?;
+        let create = [("gc-csi create persistentvolumeclaims".to_owned(), 1)];
+        assert_eq!(of_claims(&entries), create.into());
+
+        let mark = s.lab.audit()?.mark()?;
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        eventually(&format!("volume {volume} deleted"), PATIENCE, || async {
+            let left = s.guest_volumes().get_opt(&volume).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
+        })
+        .await?;
+        let entries = requests_since(&s, mark).await?;
+        // mgmt-csi removes its finalizer.
+        let delete = ["gc-csi delete persistentvolumeclaims", "mgmt-csi patch persistentvolumeclaims"];
+        assert_eq!(of_claims(&entries), delete.map(|line| (line.to_owned(), 1)).into());
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
 async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_by_gc_csi_and_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {

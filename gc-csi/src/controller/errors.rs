@@ -147,9 +147,9 @@ pub(super) fn attach(error: &AttachError) -> Status {
         AttachError::VmNotFound(_) | AttachError::Incompatible(Incompatible::ClaimNotFound(..)) => {
             Status::not_found(text)
         }
-        AttachError::Incompatible(Incompatible::Differs(..) | Incompatible::Replaced { .. }) => {
-            Status::failed_precondition(text)
-        }
+        AttachError::Incompatible(
+            Incompatible::ClaimTerminating(_) | Incompatible::Differs(..) | Incompatible::Replaced { .. },
+        ) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Api { source, .. }) => api(source, text),
         AttachError::ReadOnly(_) => Status::invalid_argument(text),

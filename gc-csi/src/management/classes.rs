@@ -5,6 +5,7 @@ use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use kube::{Api, Client};
 use kube_kit::health::Health;
 use kube_kit::informer::{Informer, Key};
+use kube_kit::partial::only;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -25,7 +26,8 @@ impl Classes {
     ) -> Self {
         let storage = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
-                class.metadata.annotations = None;
+                let annotations = class.metadata.annotations.take();
+                class.metadata.annotations = only(annotations, names::ANNOTATION_CLAIM_FINALIZER);
                 if let Some(parameters) = &mut class.parameters {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
@@ -88,9 +90,42 @@ impl Classes {
         })
     }
 
+    /// Whether claims of this StorageClass are created with [`names::FINALIZER_ATTACHED`]. Otherwise, mgmt-csi adds it.
+    pub(super) fn has_claim_finalizer(&self, class: &str) -> bool {
+        let class = self.storage.get(&Key::cluster(class));
+        class.is_some_and(|class| has_claim_finalizer(&class))
+    }
+
     /// Whether a VolumeAttributesClass exists. Waits until `deadline` for a new class.
     pub(super) async fn has_attributes_class(&self, class: &str, deadline: Instant) -> bool {
         let Some(attributes) = &self.attributes else { return false };
         attributes.wait_for(&Key::cluster(class), deadline, |class| class.map(|_| ())).await.is_some()
+    }
+}
+
+/// Nothing but a mgmt-csi that knows the finalizer removes it; the platform team or the chart says so by the annotation.
+fn has_claim_finalizer(class: &StorageClass) -> bool {
+    let annotations = class.metadata.annotations.as_ref();
+    let finalizer = annotations.and_then(|all| all.get(names::ANNOTATION_CLAIM_FINALIZER));
+    class.provisioner == names::MANAGEMENT_DRIVER
+        && finalizer.is_some_and(|finalizer| finalizer == names::FINALIZER_ATTACHED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_class_of_mgmt_csi_with_the_annotation_has_the_finalizer() {
+        let has = |provisioner: &str, finalizer: Option<&str>| {
+            let annotation = |value: &str| (names::ANNOTATION_CLAIM_FINALIZER.to_owned(), value.to_owned());
+            let mut class = StorageClass { provisioner: provisioner.to_owned(), ..StorageClass::default() };
+            class.metadata.annotations = finalizer.map(|value| [annotation(value)].into());
+            has_claim_finalizer(&class)
+        };
+        assert!(has(names::MANAGEMENT_DRIVER, Some(names::FINALIZER_ATTACHED)));
+        assert!(!has(names::MANAGEMENT_DRIVER, None));
+        assert!(!has(names::MANAGEMENT_DRIVER, Some("example.com/other")));
+        assert!(!has("other.example.com", Some(names::FINALIZER_ATTACHED)));
     }
 }

@@ -42,6 +42,7 @@ pub(super) fn condition(
 fn event(incompatible: &Incompatible) -> Event {
     match incompatible {
         Incompatible::ClaimNotFound(..) => Event::ManagementClaimNotFound,
+        Incompatible::ClaimTerminating(_) => Event::ManagementClaimTerminating,
         Incompatible::Differs(..) => Event::ManagementClaimMismatch,
         Incompatible::Replaced { .. } => Event::ManagementVolumeReplaced,
     }

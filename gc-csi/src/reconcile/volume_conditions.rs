@@ -48,9 +48,10 @@ impl VolumeConditions {
 
         let mut unclaimed = Incompatibilities::new();
         let mut claimed = Vec::new();
+        let claims = &self.management.claims;
         for volume in &volumes {
-            let incompatible =
-                self.management.claims.check_compatible(handle, &guest::requirements(volume)).err();
+            let compatible = claims.check_compatible(handle, &guest::requirements(volume));
+            let incompatible = compatible.and_then(|()| claims.check_not_terminating(handle)).err();
             match self.guest.claim_of(volume) {
                 Some(claim) => {
                     let management_claim =

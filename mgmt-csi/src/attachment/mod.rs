@@ -34,7 +34,7 @@ use crate::ownership;
 use crate::ownership::vm_guests::VmGuests;
 use crate::virtual_machines::{self, is_owner};
 use crate::volume_attachment::resolve::claim_key;
-use crate::volume_attachment::{self, Shared, is_attached, is_reconciled};
+use crate::volume_attachment::{self, Shared, holds_terminating_claim, is_attached, is_reconciled};
 use fence::{Fence, OutOfService, is_out_of_service};
 use limiter::VmLimiter;
 use metrics::Metrics;
@@ -130,11 +130,13 @@ impl AttachController {
         })
     }
 
-    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. None if `stop` came first.
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. Calls `on_release` with a claim
+    /// when a VolumeAttachment no longer holds it. None if `stop` came first.
     pub async fn start(
         self,
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
+        on_release: impl Fn(&Key) + Send + Sync + 'static,
         infra: Arc<dyn StorageInfra>,
         ready: &Health,
         stop: CancellationToken,
@@ -152,6 +154,9 @@ impl AttachController {
                 attachments.observe(change);
                 if tracker.needs_reconcile(change) {
                     queue.push(change.key.clone());
+                }
+                if let Some(claim) = released_claim(change) {
+                    on_release(&claim);
                 }
                 // Another VM may be waiting for the disk that was detached.
                 if let (Some(gone), None) = (change.old, change.new) {
@@ -334,6 +339,12 @@ fn requeue_by_vm_uids(
                 && !is_attached(attachment)
         });
     }
+}
+
+/// The claim that a VolumeAttachment no longer holds after a change.
+fn released_claim(change: &Change<'_, VolumeAttachment>) -> Option<Key> {
+    let old = change.old.filter(|old| holds_terminating_claim(old))?;
+    (!change.new.is_some_and(|new| holds_terminating_claim(new))).then(|| claim_key(old))
 }
 
 fn requeue(

@@ -31,10 +31,20 @@ impl Bindings {
         self.volumes.informer().list().iter().filter_map(bindings).collect()
     }
 
-    /// The claim of a volume, if both are bound to each other.
+    /// Namespaces of all claims bound to a volume of the storage infra, also of those that are being deleted.
+    pub(super) fn namespaces_of(&self, id: &VolumeId) -> Vec<String> {
+        let claims = self.volumes.of_volume(id);
+        claims.iter().filter_map(|volume| Some(self.bound_claim(volume)?.0.namespace)).collect()
+    }
+
+    /// The claim of a volume, if both are bound to each other and the claim is not being deleted.
     pub(super) fn claim_of(&self, volume: &PersistentVolume) -> Option<Key> {
+        self.bound_claim(volume).filter(|(_, claim)| !cluster::is_terminating(claim)).map(|(key, _)| key)
+    }
+
+    fn bound_claim(&self, volume: &PersistentVolume) -> Option<(Key, Arc<PersistentVolumeClaim>)> {
         let key = cluster::claim_of(&volume.spec)?;
-        let claim = self.claims.get(&key).filter(|claim| claim.metadata.deletion_timestamp.is_none())?;
-        cluster::is_bound_back(&claim, &volume.spec).then_some(key)
+        let claim = self.claims.get(&key).filter(|claim| cluster::is_bound_back(claim, &volume.spec))?;
+        Some((key, claim))
     }
 }

@@ -1,18 +1,19 @@
 //! Claim controller: shows guests on their claims what they cannot read otherwise, the reclaim policy `Retain` of the volume
 //! as an annotation, an unhealthy volume as a condition, and the labels of the PersistentVolume that say which guests may use
 //! it. A healthy volume with policy `Delete` that is not shared needs no write. A volume without a record of whose it is gets
-//! one.
+//! one. A finalizer keeps a claim, which counts in quotas, until its disk is detached.
 
 mod bindings;
 mod conditions;
 mod decide;
+mod protection;
 mod reconcile;
+mod release;
+mod waiting;
 
 use std::sync::Arc;
 
 use infra_api::VolumeId;
-use kube::Client;
-use kube_kit::events::Events;
 use kube_kit::informer::{Change, Key};
 use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
@@ -23,10 +24,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cluster::{self, Cluster};
 use crate::infra::{InfraEvent, StorageInfra};
+use crate::volume_attachment::Shared;
 use bindings::Bindings;
 use conditions::{Condition, Conditions, Refresh};
 use decide::reported;
 use reconcile::Reconciler;
+use waiting::Waiting;
 
 /// Maximum number of concurrent API requests.
 const CONCURRENT_REQUESTS: usize = 8;
@@ -40,6 +43,7 @@ pub struct ClaimController {
     bindings: Bindings,
     queue: Queue<Key>,
     refreshes: Queue<Refresh>,
+    waiting: Waiting,
 }
 
 impl std::fmt::Debug for ClaimController {
@@ -59,14 +63,19 @@ impl ClaimController {
             },
             queue: Queue::default(),
             refreshes: Queue::default(),
+            waiting: Waiting::default(),
         }
     }
 
-    /// Reconciles a claim whenever its binding, annotation or condition changes.
+    /// Reconciles a claim whenever its binding, annotation, condition or finalizer changes, and when it is deleted.
     pub fn watch(&self, cluster: Cluster) -> Cluster {
         let (bindings, queue, refresh) = (self.bindings.clone(), self.queue.clone(), self.refresh_restored());
+        let waiting = self.waiting.clone();
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
             bindings.claims.observe(change);
+            if !change.new.is_some_and(|new| cluster::is_terminating(new)) {
+                waiting.remove(change.key);
+            }
             let Some(new) = change.new else { return };
             if change.old.is_none()
                 && let Some(volume) = cluster::volume_name(new)
@@ -76,7 +85,8 @@ impl ClaimController {
             }
             let relevant = |claim: &PersistentVolumeClaim| {
                 let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
-                (metadata, cluster::volume_name(claim).map(str::to_owned), reported(claim))
+                let deletion = (cluster::is_terminating(claim), cluster::has_finalizer(claim));
+                (metadata, deletion, cluster::volume_name(claim).map(str::to_owned), reported(claim))
             };
             if change.old.is_none_or(|old| relevant(old) != relevant(new)) {
                 queue.push(change.key.clone());
@@ -123,7 +133,23 @@ impl ClaimController {
 
     /// Handler for storage infra events.
     pub fn on_infra_event(&self) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
-        conditions::on_infra_event(self.refreshes.clone(), self.conditions.clone(), self.bindings.clone())
+        let (refreshes, conditions) = (self.refreshes.clone(), self.conditions.clone());
+        let refresh = conditions::on_infra_event(refreshes, conditions, self.bindings.clone());
+        let detached = self.waiting.on_infra_event(self.queue.clone());
+        move |event| {
+            refresh(event);
+            detached(event);
+        }
+    }
+
+    /// Handler for claims that a VolumeAttachment no longer holds.
+    pub fn on_release(&self) -> impl Fn(&Key) + Send + Sync + use<> {
+        let (claims, queue) = (self.bindings.claims.clone(), self.queue.clone());
+        move |key| {
+            if claims.get(key).is_some_and(|claim| cluster::is_terminating(&claim)) {
+                queue.push(key.clone());
+            }
+        }
     }
 
     /// Reads volume conditions until `stop`. Every replica runs this; it writes nothing. It starts before the first event of
@@ -143,17 +169,26 @@ impl ClaimController {
     }
 
     /// Reconciles claims until `stop`. Only the leader runs this.
-    pub async fn run(&self, client: Client, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
+    pub(crate) async fn run(&self, shared: &Shared, stop: CancellationToken) {
+        // Without its VolumeAttachments, a claim would be released too early.
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = shared.attachments.informer().synced() => {}
+        }
         if !self.synced(&stop).await {
             return;
         }
         let reconciler = Reconciler {
-            events: Events::new(client.clone(), "mgmt-csi"),
-            client,
-            infra,
+            events: shared.events.clone(),
+            client: shared.client.clone(),
+            infra: shared.infra.clone(),
             bindings: self.bindings.clone(),
             conditions: self.conditions.clone(),
             refreshes: self.refreshes.clone(),
+            waiting: self.waiting.clone(),
+            attachments: shared.attachments.clone(),
+            by_claim: shared.by_claim.clone(),
+            attachment_queue: shared.queue.clone(),
             requests: Semaphore::new(CONCURRENT_REQUESTS),
             infra_calls: Semaphore::new(CONCURRENT_INFRA_CALLS),
         };

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crds::VolumeAttachment;
 use crds::names::ANNOTATION_RECLAIM_POLICY;
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
@@ -13,7 +14,9 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
+use kube_kit::index::Index;
 use kube_kit::informer::Key;
+use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{NextAction, Queue};
 use serde_json::json;
@@ -22,19 +25,21 @@ use tokio::sync::Semaphore;
 use super::bindings::Bindings;
 use super::conditions::{Condition, Conditions, Refresh};
 use super::decide::{changes, is_kept};
+use super::protection::protection;
+use super::waiting::Waiting;
 use crate::cluster::{self, reference, trim_claim};
 use crate::event_reason::EventReason;
 use crate::infra::StorageInfra;
 
 /// Delay before a retry after a conflict: the cache lags behind the write of another client.
-const CACHE_LAG: Duration = Duration::from_millis(300);
+pub(super) const CACHE_LAG: Duration = Duration::from_millis(300);
 
 /// A request failed.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to {what} of the claim: {reason}")]
 pub(super) struct RequestError {
-    what: &'static str,
-    reason: String,
+    pub(super) what: &'static str,
+    pub(super) reason: String,
 }
 
 /// Shared state of all reconciles.
@@ -45,6 +50,12 @@ pub(super) struct Reconciler {
     pub(super) conditions: Conditions,
     pub(super) refreshes: Queue<Refresh>,
     pub(super) events: Events,
+    pub(super) waiting: Waiting,
+    pub(super) attachments: Arc<MutationCache<VolumeAttachment>>,
+    /// VolumeAttachments by claim.
+    pub(super) by_claim: Arc<Index>,
+    /// Requests a reconcile by the attach controller.
+    pub(super) attachment_queue: Queue<Key>,
     /// Limits requests to the API server.
     pub(super) requests: Semaphore,
     /// Limits calls to the storage infra.
@@ -54,13 +65,18 @@ pub(super) struct Reconciler {
 impl Reconciler {
     /// Reconciles one claim.
     pub(super) async fn reconcile(&self, key: &Key) -> Result<NextAction, RequestError> {
-        let Some(claim) =
-            self.bindings.claims.get(key).filter(|claim| claim.metadata.deletion_timestamp.is_none())
-        else {
+        let Some(claim) = self.bindings.claims.get(key) else {
+            self.waiting.remove(key);
             return Ok(NextAction::AwaitChange);
         };
         let volume = cluster::volume_name(&claim).and_then(|name| self.bindings.volumes.get(name));
-        let Some(volume) = volume else { return Ok(NextAction::AwaitChange) };
+        let protection = protection(&claim, volume.as_deref());
+        if let Some(next) = self.protect(key, &claim, protection).await? {
+            return Ok(next);
+        }
+        let Some(volume) = volume.filter(|_| !cluster::is_terminating(&claim)) else {
+            return Ok(NextAction::AwaitChange);
+        };
         let handle = cluster::handle(&volume.spec);
         let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
         let changes = changes(&claim, &volume, &condition, &now());
@@ -102,12 +118,14 @@ impl Reconciler {
     /// replica to the claim, and the guest may delete a claim as soon as the annotation is removed.
     async fn is_kept(&self, volume: &PersistentVolume) -> Result<bool, RequestError> {
         let name = volume.metadata.name.as_deref().unwrap_or_default();
+        Ok(self.read_volume(name).await?.is_some_and(|volume| is_kept(&volume)))
+    }
+
+    /// A PersistentVolume as the API server returns it now; None if it does not exist.
+    pub(super) async fn read_volume(&self, name: &str) -> Result<Option<PersistentVolume>, RequestError> {
         let _permit = self.requests.acquire().await;
         let found = Api::<PersistentVolume>::all(self.client.clone()).get_opt(name).await;
-        match found {
-            Ok(volume) => Ok(volume.is_some_and(|volume| is_kept(&volume))),
-            Err(error) => Err(RequestError { what: "read the volume", reason: chain(&error) }),
-        }
+        found.map_err(|error| RequestError { what: "read the volume", reason: chain(&error) })
     }
 
     /// Writes the record of whose a volume is to its PersistentVolume.
@@ -191,7 +209,7 @@ impl Reconciler {
     }
 
     /// Stores the response of a write in the mutation cache. Returns when to reconcile again.
-    fn store(
+    pub(super) fn store(
         &self,
         written: kube::Result<PersistentVolumeClaim>,
         what: &'static str,
@@ -212,13 +230,13 @@ impl Reconciler {
         }
     }
 
-    fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {
+    pub(super) fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {
         Api::namespaced(self.client.clone(), &key.namespace)
     }
 }
 
 /// Patch metadata that fails if the object was replaced or changed since the read.
-fn same_object(metadata: &ObjectMeta) -> serde_json::Value {
+pub(super) fn same_object(metadata: &ObjectMeta) -> serde_json::Value {
     json!({"uid": metadata.uid, "resourceVersion": metadata.resource_version})
 }
 

@@ -158,6 +158,14 @@ impl StorageInfra for Rest {
         self.by(deadline, self.0.list_attachments(node, None)).await
     }
 
+    async fn attachments_of(
+        &self,
+        volume: &VolumeId,
+        deadline: Instant,
+    ) -> Result<Vec<Attachment>, ReadError> {
+        self.by(deadline, self.0.list_attachments(None, Some(volume))).await
+    }
+
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError> {
         self.by(deadline, self.0.get_node(node)).await
     }

@@ -120,6 +120,13 @@ pub trait StorageInfra: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Vec<Attachment>, ReadError>;
 
+    /// All attachments of one volume; none if it does not exist.
+    async fn attachments_of(
+        &self,
+        volume: &VolumeId,
+        deadline: Instant,
+    ) -> Result<Vec<Attachment>, ReadError>;
+
     /// The node record of a VM with its current state from the hypervisor, if it is registered.
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError>;
 

@@ -6,7 +6,7 @@ pub(crate) mod resolve;
 use std::sync::Arc;
 
 use crds::names::{ANNOTATION_TRACEPARENT, FINALIZER_DETACH};
-use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
+use crds::{AttachReason, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Client, Resource};
@@ -69,6 +69,14 @@ pub(crate) fn trace_context(attachment: &VolumeAttachment) -> Option<&str> {
 /// Whether `status.attached` is true.
 pub(crate) fn is_attached(attachment: &VolumeAttachment) -> bool {
     attachment.status.as_ref().is_some_and(|status| status.attached)
+}
+
+/// Whether the disk may be attached, or become attached, although the claim is being deleted: always, until an attach is
+/// refused for that reason.
+pub(crate) fn holds_terminating_claim(attachment: &VolumeAttachment) -> bool {
+    let error = attachment.status.as_ref().and_then(|status| status.error.as_ref());
+    is_attached(attachment)
+        || error.is_none_or(|error| error.reason != AttachReason::ClaimTerminating.as_str())
 }
 
 /// Whether the finalizer is set.
@@ -163,6 +171,23 @@ mod tests {
         let mut leaving = held();
         leaving["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
         assert!(!is_reconciled(&attachment(leaving, reported)));
+    }
+
+    #[test]
+    fn only_an_attachment_that_was_refused_does_not_hold_its_terminating_claim() {
+        let holds = |status: serde_json::Value| {
+            let attachment = json!({
+                "metadata": {"name": "a"}, "spec": {"nodeUUID": "n", "volumeName": "data"}, "status": status,
+            });
+            holds_terminating_claim(&serde_json::from_value(attachment).unwrap())
+        };
+        let error = |reason: &str| json!({"reason": reason, "message": "m", "time": "2026-01-01T00:00:00Z"});
+        assert!(holds(json!(null)));
+        assert!(holds(json!({"attached": true})));
+        // An attach that failed is retried.
+        assert!(holds(json!({"attached": false, "error": error("VolumeInUse")})));
+        assert!(holds(json!({"attached": true, "error": error("ClaimTerminating")})));
+        assert!(!holds(json!({"attached": false, "error": error("ClaimTerminating")})));
     }
 
     #[test]

@@ -25,6 +25,16 @@ impl Claims {
         compatibility::check(requirements, &self.full_name(name), &share_label, claim_properties.as_ref())
     }
 
+    /// Checks that the claim is not being deleted. Its disk may still be attached and in use.
+    pub(crate) fn check_not_terminating(&self, name: &ClaimName) -> Result<(), Incompatible> {
+        match self.usable(name) {
+            Some((claim, _)) if claim.metadata.deletion_timestamp.is_some() => {
+                Err(Incompatible::ClaimTerminating(self.full_name(name)))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks whether the claim meets the requirements of at least one of these PersistentVolumes: a call does not name
     /// its PersistentVolume, and a misconfigured one must not block the others.
     pub(crate) fn check_any_compatible(

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crds::names::{self, ClaimName, CsiName};
 use csi::request::Size;
 use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResourceRequirements};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use process_kit::operation;
@@ -320,8 +321,12 @@ impl Provisioner {
         if let Some(context) = operation::trace_parent() {
             annotations.insert(names::ANNOTATION_TRACEPARENT.to_owned(), context.to_string());
         }
+        let has_finalizer = self.classes.has_claim_finalizer(&request.class);
         v1::PersistentVolumeClaim {
-            metadata: self.owner.new_metadata(name, annotations).await,
+            metadata: ObjectMeta {
+                finalizers: has_finalizer.then(|| vec![names::FINALIZER_ATTACHED.to_owned()]),
+                ..self.owner.new_metadata(name, annotations).await
+            },
             spec: Some(v1::PersistentVolumeClaimSpec {
                 access_modes: Some(request.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
                 storage_class_name: Some(request.class.clone()),

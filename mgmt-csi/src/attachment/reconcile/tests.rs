@@ -150,6 +150,10 @@ impl StorageInfra for Failing {
         unreachable!()
     }
 
+    async fn attachments_of(&self, _: &VolumeId, _: Deadline) -> Result<Vec<Attachment>, ReadError> {
+        unreachable!()
+    }
+
     async fn get_node(&self, _: Uuid, _: Deadline) -> Result<Option<Node>, ReadError> {
         unreachable!()
     }

@@ -159,8 +159,7 @@ impl Reconciler {
     ) -> Result<NextAction, RequestError> {
         let mut patch = json!({"metadata": same_object(&claim.metadata)});
         patch["metadata"]["labels"] = json!(labels);
-        let _permit = self.requests.acquire().await;
-        let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
+        let written = self.patch(key, patch).await;
         self.store(written, "write the labels", || {
             tracing::info!(claim = %key, "copied the labels of the volume to the claim");
         })
@@ -174,8 +173,7 @@ impl Reconciler {
     ) -> Result<NextAction, RequestError> {
         let mut patch = json!({"metadata": same_object(&claim.metadata)});
         patch["metadata"]["annotations"] = json!({ANNOTATION_RECLAIM_POLICY: policy});
-        let _permit = self.requests.acquire().await;
-        let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
+        let written = self.patch(key, patch).await;
         self.store(written, "write the reclaim policy", || {
             let policy = policy.unwrap_or("Delete");
             tracing::info!(claim = %key, policy, "annotated the claim with the reclaim policy of its volume");
@@ -230,7 +228,17 @@ impl Reconciler {
         }
     }
 
-    pub(super) fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {
+    /// Sends a strategic merge patch, which merges finalizers by their value.
+    pub(super) async fn patch(
+        &self,
+        key: &Key,
+        patch: serde_json::Value,
+    ) -> kube::Result<PersistentVolumeClaim> {
+        let _permit = self.requests.acquire().await;
+        self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await
+    }
+
+    fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {
         Api::namespaced(self.client.clone(), &key.namespace)
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use crds::names::FINALIZER_ATTACHED;
 use infra_api::{Attachment, VolumeId};
-use kube::api::{Patch, PatchParams};
 use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::queue::NextAction;
@@ -160,12 +159,6 @@ impl Reconciler {
             self.bindings.claims.deleted(claim.clone());
         }
         next
-    }
-
-    /// Sends a strategic merge patch, which merges finalizers by their value.
-    async fn patch(&self, key: &Key, patch: serde_json::Value) -> kube::Result<PersistentVolumeClaim> {
-        let _permit = self.requests.acquire().await;
-        self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await
     }
 }
 

@@ -28,6 +28,39 @@ spec:
   podMetricsEndpoints:
     - port: http
       interval: {{ $values.interval }}
+      {{- if eq .root.Values.monitoring.auth.mode "token" }}
+      authorization:
+        credentials:
+          name: {{ required "monitoring.auth.secret is required with podMonitors and auth.mode token" .root.Values.monitoring.auth.secret }}
+          key: {{ .root.Values.monitoring.auth.key }}
+      {{- end }}
+{{- end }}
+
+{{/*
+Roles and their binding for components that check the tokens of clients of /metrics. dict: root, fill, components
+*/}}
+{{- define "nestor.metricsAuth" -}}
+{{- if eq .root.Values.monitoring.auth.mode "token" }}
+{{- $namespace := .root.Release.Namespace }}
+{{- include "nestor.objects" (dict "root" .root "file" "files/metrics-auth.yaml" "fill" .fill) }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata:
+  name: nestor:metrics-auth
+  labels:
+    {{- include "nestor.labels" .root | nindent 4 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: ClusterRole
+  name: nestor:metrics-auth
+subjects:
+  {{- range .components }}
+  - kind: ServiceAccount
+    name: {{ . }}
+    namespace: {{ $namespace }}
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{/* PrometheusRule of a rules file. dict: root, name, file, without (names of groups to omit) */}}

@@ -111,6 +111,9 @@ The objects of a file, which the lab applies unchanged. dict:
 {{/* Flags of all of Nestor's programs: logging and HTTP port. dict: root, port */}}
 {{- define "nestor.flags" -}}
 - --http-listen={{ .root.Values.listenAddress }}:{{ .port }}
+{{- if eq .root.Values.monitoring.auth.mode "token" }}
+- --metrics-auth=token
+{{- end }}
 - --log-level={{ .root.Values.log.level }}
 - --log-format={{ .root.Values.log.format }}
 {{- with .root.Values.tracing }}

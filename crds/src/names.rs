@@ -220,6 +220,8 @@ pub const CONTEXT_MANAGEMENT_VOLUME: &str = "managementPV";
 pub const CONTEXT_OVERRIDDEN_PIN: &str = "overriddenManagementPV";
 /// Publish context key: ID of the attestation that the disk held no data before it was attached; absent without one.
 pub const CONTEXT_BLANK_ATTESTATION: &str = "blankAttestation";
+/// Publish context key: `true` if several guests use the volume; absent otherwise.
+pub const CONTEXT_SHARED: &str = "shared";
 /// Publish context key: secret of the volume, for the marker of a format in progress.
 pub const CONTEXT_FORMAT_TOKEN: &str = "formatToken";
 

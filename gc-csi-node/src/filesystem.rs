@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::command::{self, CommandError, Output};
+use super::mount_options::MountOptions;
 
 /// mkfs writes little, but the disk can be slow.
 const MKFS_LIMIT: Duration = Duration::from_secs(10 * 60);
@@ -16,25 +17,6 @@ const FSCK_LIMIT: Duration = Duration::from_secs(30 * 60);
 const RESIZE_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// A mount may replay a long journal.
 const MOUNT_LIMIT: Duration = Duration::from_secs(10 * 60);
-
-/// Options that change what is mounted, or other mounts, and not how it is mounted.
-const FORBIDDEN_OPTIONS: [&str; 12] = [
-    "bind",
-    "rbind",
-    "move",
-    "remount",
-    "loop",
-    "offset",
-    "sizelimit",
-    "shared",
-    "rshared",
-    "slave",
-    "rslave",
-    "subdir",
-];
-
-/// Options that control access time updates.
-const ATIME_OPTIONS: [&str; 6] = ["atime", "noatime", "relatime", "norelatime", "strictatime", "lazyatime"];
 
 /// Filesystem type of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -177,106 +159,5 @@ async fn check_ext4(device: &Path, options: &[&str]) -> Result<(), CommandError>
             let message = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
             Err(CommandError::Failed { program, code, stderr: message })
         }
-    }
-}
-
-/// Mount options of a StorageClass or PersistentVolume.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct MountOptions(Vec<String>);
-
-/// The mount option is invalid.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum InvalidOption {
-    /// The option changes what is mounted.
-    #[error(
-        "mount option {0:?} is not allowed: it changes what is mounted, not how; remove it from mountOptions"
-    )]
-    Forbidden(String),
-    /// The option contains an invalid character.
-    #[error("mount option {0:?} contains an invalid character; correct mountOptions")]
-    Malformed(String),
-}
-
-impl MountOptions {
-    /// Splits the options at commas and validates each.
-    pub(crate) fn new(flags: &[String]) -> Result<Self, InvalidOption> {
-        let mut options = Vec::new();
-        for option in flags.iter().flat_map(|flag| flag.split(',')).filter(|option| !option.is_empty()) {
-            let name = option.split('=').next().unwrap_or_default();
-            if option.chars().any(|c| c.is_control() || c.is_whitespace()) {
-                return Err(InvalidOption::Malformed(option.to_owned()));
-            }
-            if FORBIDDEN_OPTIONS.contains(&name) || name.to_ascii_lowercase().starts_with("x-mount.") {
-                return Err(InvalidOption::Forbidden(option.to_owned()));
-            }
-            options.push(option.to_owned());
-        }
-        Ok(Self(options))
-    }
-
-    /// Whether the mount is read-only. The last of `ro` and `rw` takes effect, as in mount(8).
-    pub(crate) fn is_read_only(&self) -> bool {
-        self.0.iter().rfind(|option| *option == "ro" || *option == "rw").is_some_and(|option| option == "ro")
-    }
-
-    /// The option list for mount(8).
-    fn for_mount(&self, filesystem: Filesystem, read_only: bool) -> String {
-        let mut options: Vec<&str> = Vec::new();
-        // Access time updates turn reads into writes, which allocate space in thin disks and unshare snapshots. Users who
-        // need access times set an option.
-        if !self.0.iter().any(|option| ATIME_OPTIONS.contains(&option.as_str())) {
-            options.push("noatime");
-        }
-        // A clone has the same UUID as its source, and both can be used on one node.
-        if filesystem == Filesystem::Xfs && !self.0.iter().any(|option| option == "nouuid") {
-            options.push("nouuid");
-        }
-        // mke2fs's default, errors=continue, would keep writing to a damaged filesystem.
-        if filesystem == Filesystem::Ext4 && !self.0.iter().any(|option| option.starts_with("errors=")) {
-            options.push("errors=remount-ro");
-        }
-        options.extend(self.0.iter().map(String::as_str).filter(|option| *option != "ro" && *option != "rw"));
-        options.push(if read_only { "ro" } else { "rw" });
-        options.join(",")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn options(flags: &[&str]) -> Result<MountOptions, InvalidOption> {
-        MountOptions::new(&flags.iter().map(|flag| (*flag).to_owned()).collect::<Vec<_>>())
-    }
-
-    #[test]
-    fn noatime_is_the_default() {
-        assert_eq!(options(&[]).unwrap().for_mount(Filesystem::Btrfs, false), "noatime,rw");
-        assert_eq!(
-            options(&["relatime", "discard,commit=30"]).unwrap().for_mount(Filesystem::Btrfs, true),
-            "relatime,discard,commit=30,ro"
-        );
-        assert_eq!(options(&["ro"]).unwrap().for_mount(Filesystem::Xfs, true), "noatime,nouuid,ro");
-    }
-
-    #[test]
-    fn ext4_becomes_read_only_after_an_error_unless_configured_otherwise() {
-        let of = |flags: &[&str]| options(flags).unwrap().for_mount(Filesystem::Ext4, false);
-        assert_eq!(of(&[]), "noatime,errors=remount-ro,rw");
-        assert_eq!(of(&["errors=panic"]), "noatime,errors=panic,rw");
-    }
-
-    #[test]
-    fn options_that_change_what_is_mounted_are_refused() {
-        for flag in ["bind", "remount", "loop=/dev/loop3", "X-mount.mkdir", "noatime,rbind"] {
-            assert!(matches!(options(&[flag]), Err(InvalidOption::Forbidden(_))), "{flag}");
-        }
-        assert!(matches!(options(&["a b"]), Err(InvalidOption::Malformed(_))));
-    }
-
-    #[test]
-    fn the_last_of_ro_and_rw_takes_effect() {
-        assert!(options(&["rw", "ro"]).unwrap().is_read_only());
-        assert!(!options(&["ro,rw"]).unwrap().is_read_only());
     }
 }

@@ -26,6 +26,7 @@ mod filesystem;
 mod health;
 mod kubelet;
 mod lost_writes;
+mod mount_options;
 mod mount_table;
 mod mount_users;
 mod publish;
@@ -50,8 +51,9 @@ use csi::proto::node_server::NodeServer;
 use csi::proto::plugin_capability::service::Type as PluginService;
 use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::server::{EndpointArgs, LegacyArgs};
+use kube::Client;
 use kube_kit::health::Health;
-use process_kit::flags::HttpArgs;
+use kube_kit::http::{self, HttpArgs, MetricsAccess};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -104,7 +106,7 @@ pub struct Args {
     #[arg(long, value_name = "ZONE", value_parser = topology::parse_zone)]
     zone: Option<String>,
     /// Kubeconfig of the guest cluster. [default: the pod's service account]
-    #[arg(long, value_name = "FILE", requires = "topology")]
+    #[arg(long, value_name = "FILE")]
     guest_kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     legacy: LegacyArgs,
@@ -157,14 +159,22 @@ impl Args {
     async fn zone(&self) -> anyhow::Result<ZoneSource> {
         match &self.zone {
             Some(zone) => Ok(ZoneSource::Flag(zone.clone())),
-            None if self.topology => {
-                let kubeconfig = self.guest_kubeconfig.as_deref();
-                let client =
-                    kube_kit::client::connect("guest", "--guest-kubeconfig", kubeconfig, "gc-csi-node");
-                Ok(ZoneSource::NodeLabel(client.await?))
-            }
+            None if self.topology => Ok(ZoneSource::NodeLabel(self.client().await?)),
             None => Ok(ZoneSource::None),
         }
+    }
+
+    /// Who may read the metrics. The guest API is needed only with --metrics-auth token.
+    async fn metrics_access(&self) -> anyhow::Result<MetricsAccess> {
+        match self.http.needs_client() {
+            true => Ok(self.http.access(&self.client().await?)),
+            false => Ok(MetricsAccess::open()),
+        }
+    }
+
+    async fn client(&self) -> anyhow::Result<Client> {
+        let kubeconfig = self.guest_kubeconfig.as_deref();
+        Ok(kube_kit::client::connect("guest", "--guest-kubeconfig", kubeconfig, "gc-csi-node").await?)
     }
 }
 
@@ -221,9 +231,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         self_check.run(alive.clone(), names, reporter, stop.clone()).await;
         Ok(())
     };
+    let access = args.metrics_access().await?;
     let serve_http = async {
-        let Some(address) = args.http.http_listen else { return Ok(()) };
-        kube_kit::http::serve(address, alive.clone(), ready.clone(), metrics, stop.clone())
+        let Some(address) = args.http.address() else { return Ok(()) };
+        http::serve(address, alive.clone(), ready.clone(), metrics, access, stop.clone())
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };

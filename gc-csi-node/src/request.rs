@@ -5,7 +5,7 @@ use std::path::{Component, Path, PathBuf};
 
 use crds::names::{
     CONTEXT_BLANK_ATTESTATION, CONTEXT_DISK_UUID, CONTEXT_FORMAT_TOKEN, CONTEXT_MANAGEMENT_VOLUME,
-    CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME,
+    CONTEXT_OVERRIDDEN_PIN, CONTEXT_SHARED, MANAGEMENT_VOLUME,
 };
 use csi::capability::{self, Access, Capability};
 use csi::{Status, proto, request};
@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::content::{Attestations, FormatToken};
 use super::expand::ExpandParams;
-use super::filesystem::MountOptions;
+use super::mount_options::MountOptions;
 use super::publish::PublishParams;
 use super::stage::{RequestedFilesystem, StageParams};
 
@@ -32,7 +32,7 @@ pub(super) fn stage(
     let capability = capability(requested.volume_capability.as_ref())?;
     let disk = disk(&requested.publish_context)?;
     same_bytes(&requested.volume_context, &requested.publish_context)?;
-    let filesystem = filesystem(&capability)?;
+    let filesystem = filesystem(&capability, is_shared(&requested.publish_context))?;
     let read_only = is_read_only(&capability, filesystem.as_ref());
     let attestations = attestations(&requested.publish_context)?;
     Ok(StageParams { disk, staging, filesystem, read_only, attestations, until })
@@ -49,7 +49,7 @@ pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<Pub
     let staging = path("staging_target_path", &requested.staging_target_path)?;
     let disk = disk(&requested.publish_context)?;
     same_bytes(&requested.volume_context, &requested.publish_context)?;
-    let filesystem = filesystem(&capability)?;
+    let filesystem = filesystem(&capability, is_shared(&requested.publish_context))?;
     Ok(PublishParams {
         disk,
         read_only: requested.readonly || is_read_only(&capability, filesystem.as_ref()),
@@ -126,7 +126,8 @@ fn capability(requested: Option<&proto::VolumeCapability>) -> Result<Capability,
     }
 }
 
-fn filesystem(capability: &Capability) -> Result<Option<RequestedFilesystem>, Status> {
+/// The requested filesystem; `shared` means that several guests use the volume.
+fn filesystem(capability: &Capability, shared: bool) -> Result<Option<RequestedFilesystem>, Status> {
     let invalid = |error: &dyn std::error::Error| Status::invalid_argument(error.to_string());
     match &capability.access {
         Access::Block => Ok(None),
@@ -135,7 +136,7 @@ fn filesystem(capability: &Capability) -> Result<Option<RequestedFilesystem>, St
                 "" => None,
                 name => Some(name.parse().map_err(|error| invalid(&error))?),
             };
-            let options = MountOptions::new(flags).map_err(|error| invalid(&error))?;
+            let options = MountOptions::new(flags, kind, shared).map_err(|error| invalid(&error))?;
             Ok(Some(RequestedFilesystem { kind, options }))
         }
     }
@@ -143,6 +144,11 @@ fn filesystem(capability: &Capability) -> Result<Option<RequestedFilesystem>, St
 
 fn is_read_only(capability: &Capability, filesystem: Option<&RequestedFilesystem>) -> bool {
     capability.mode.is_read_only() || filesystem.is_some_and(|requested| requested.options.is_read_only())
+}
+
+/// Whether several guests use the volume.
+fn is_shared(context: &HashMap<String, String>) -> bool {
+    context.get(CONTEXT_SHARED).is_some_and(|shared| shared == "true")
 }
 
 /// UUID of the disk that the controller attached.

@@ -15,9 +15,10 @@ use super::content::{
 use super::disk::{Disk, DiskNames, FindError};
 use super::duplicate_uuids::{self, DuplicateUuidError};
 use super::expand::{ExpandFilesystemError, ExpandableFilesystem};
-use super::filesystem::{Filesystem, MountOptions};
+use super::filesystem::Filesystem;
 use super::kubelet::Kubelet;
 use super::lost_writes::{LostWrites, LostWritesError};
+use super::mount_options::MountOptions;
 use super::mount_table::{DeviceNumber, Mount, MountTable, MountTableError};
 use super::mount_users;
 use super::volume_condition;

@@ -15,9 +15,8 @@ use csi::server::{self, EndpointArgs};
 use infra_api::InfraArgs;
 use kube_kit::client::{KubeconfigArgs, wait_until_reachable};
 use kube_kit::health::Health;
-use kube_kit::http;
+use kube_kit::http::{self, HttpArgs};
 use kube_kit::lease::LeaseArgs;
-use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -100,10 +99,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let _all_stop = stop_with_me(&stop);
         server::serve(&args.csi.endpoint, routes, calls, stop.clone()).await.map_err(anyhow::Error::from)
     };
+    let access = args.http.access(&client);
     let http = async {
-        let Some(address) = args.http.http_listen else { return Ok(()) };
+        let Some(address) = args.http.address() else { return Ok(()) };
         let _all_stop = stop_with_me(&stop);
-        http::serve(address, alive, ready.clone(), registry, stop.clone())
+        http::serve(address, alive, ready.clone(), registry, access, stop.clone())
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };

@@ -7,9 +7,8 @@ use anyhow::Context;
 use jiff::SignedDuration;
 use kube_kit::client::KubeconfigArgs;
 use kube_kit::health::Health;
-use kube_kit::http;
+use kube_kit::http::{self, HttpArgs};
 use process_kit::duration;
-use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -55,11 +54,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let served = serve(args.listen, Hosts::new(&args.host), site).await;
         served.with_context(|| format!("failed to serve the page on {}", args.listen))
     };
+    let access = args.http.access(&client);
     let health = async {
-        let Some(address) = args.http.http_listen else { return Ok(()) };
+        let Some(address) = args.http.address() else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
         let registry = Registry::with_prefix("nestor_console");
-        let served = http::serve(address, Health::default(), sources, registry, stop.clone()).await;
+        let served = http::serve(address, Health::default(), sources, registry, access, stop.clone()).await;
         served.with_context(|| format!("failed to serve health and metrics on {address}"))
     };
     let (page, health) = tokio::join!(page, health);

@@ -20,7 +20,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::{self, NamingAcceptor};
+use crate::api::{self, MetricsAuth, NamingAcceptor};
 use crate::backup::{self, Schedule};
 use crate::catalog::Catalog;
 use crate::engine::file::private_dir;
@@ -80,6 +80,8 @@ pub struct Options {
     pub backups: Option<Schedule>,
     /// Listen address of health and metrics.
     pub http_listen: Option<SocketAddr>,
+    /// Who may read the metrics.
+    pub metrics_auth: MetricsAuth,
 }
 
 /// Serves until SIGTERM or SIGINT.
@@ -104,7 +106,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("cannot listen for health and metrics on {address}"))?;
         tracing::info!(address = %listener.local_addr()?, "health and metrics");
-        let server = axum::serve(listener, api::ops_router(service.clone()))
+        let server = axum::serve(listener, api::ops_router(service.clone(), options.metrics_auth))
             .with_graceful_shutdown(stop.clone().cancelled_owned());
         tasks.spawn(async move { server.await.context("health and metrics") });
     }
@@ -112,7 +114,10 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(%address, "serving the API");
     let status = format!("serving the API on {address}");
     let handle = axum_server::Handle::new();
-    let router = api::router(service.clone(), stop.clone());
+    let mut router = api::router(service.clone(), stop.clone());
+    if options.metrics_auth == MetricsAuth::Certificate {
+        router = router.merge(api::metrics_router(service.clone()));
+    }
     // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
     // delayed ACK (40 ms).
     let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));

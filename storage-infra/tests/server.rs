@@ -35,6 +35,25 @@ async fn only_clients_with_a_certificate_of_our_ca_are_accepted() {
 }
 
 #[tokio::test]
+async fn with_metrics_auth_only_clients_with_a_certificate_read_the_metrics() {
+    let mut site = Site::new();
+    site.flags = ["--metrics-auth", "certificate"].map(str::to_owned).to_vec();
+    let server = site.ready(&[]).await;
+    assert_eq!(server.ops("/metrics").await.0, 404);
+    assert_eq!(server.ops("/healthz").await.0, 200);
+
+    let read = |name: &str| fs::read(site.path("pki").join(name)).unwrap();
+    let authority = reqwest::Certificate::from_pem(&read("ca.crt")).unwrap();
+    let stranger = || reqwest::Client::builder().tls_certs_only([authority.clone()]);
+    let identity = reqwest::Identity::from_pem(&[read("client.crt"), read("client.key")].concat()).unwrap();
+    let url = format!("https://{}/metrics", server.api);
+    let client = stranger().identity(identity).build().unwrap();
+    let text = client.get(&url).send().await.unwrap().text().await.unwrap();
+    assert!(text.contains("nestor_storage_infra_build_info"), "{text}");
+    assert!(stranger().build().unwrap().get(&url).send().await.is_err());
+}
+
+#[tokio::test]
 async fn the_server_reports_health_and_events_and_stops_on_sigterm() {
     let site = Site::new();
     let server = site.ready(&[]).await;

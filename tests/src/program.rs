@@ -140,8 +140,18 @@ impl Running {
 
     /// Status and body of an HTTP page.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
+        self.request(path, "").await
+    }
+
+    /// Status and body of an HTTP page that is requested with a bearer token.
+    pub async fn get_with_token(&self, path: &str, token: &str) -> Result<(u16, String)> {
+        self.request(path, &format!("Authorization: Bearer {token}\r\n")).await
+    }
+
+    async fn request(&self, path: &str, headers: &str) -> Result<(u16, String)> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await?;
-        stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
+        let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n{headers}\r\n");
+        stream.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
         tokio::time::timeout(Duration::from_secs(10), stream.read_to_string(&mut answer)).await??;
         let status = answer.split_whitespace().nth(1).and_then(|code| code.parse().ok());

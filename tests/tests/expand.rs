@@ -197,7 +197,7 @@ async fn missing_capacity_is_reported_with_the_infras_message_and_a_smaller_size
         let management_claim = s.bound_claim("data").await?;
         s.request("data", "900Ti").await?;
         let (reason, _) =
-            s.wait_for_event("data", &[&management_claim, "900Ti", "more bytes", "free"]).await?;
+            s.wait_for_event("data", &[&management_claim, "900Ti", "too little free space"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         s.request("data", "8Mi").await?;

@@ -53,6 +53,7 @@ mod registration;
 mod release;
 mod repair;
 mod requests;
+mod rights;
 mod snapshot;
 mod snapshot_ownership;
 mod soak;

@@ -37,7 +37,7 @@ async fn a_vm_that_is_off_has_no_disks_and_gets_only_those_with_an_attachment() 
         s.driver.publish(&moved, &there.name).await?;
 
         let refused = s.driver.publish(&kept, &here.name).await.unwrap_err();
-        assert!(refused.message().contains("is off"), "{refused}");
+        assert!(refused.message().contains("is not running"), "{refused}");
         drop(off);
         eventually("an attach to the VM that runs again", PATIENCE, || async {
             Ok(s.driver.publish(&kept, &here.name).await.map_err(|status| status.to_string()))
@@ -66,10 +66,10 @@ async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result
         let hung = HaltedNode::paused(&here)?;
         is_stuck(&s, &handle, &here.name).await?;
         // The reason is reported on the claim, and to other attaches of the volume.
-        s.wait_for_event("data", &[&here.name, "is paused"]).await?;
+        s.wait_for_event("data", &[&here.name, "does not release it"]).await?;
         let refused = s.driver.publish(&handle, &there.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-        for word in [here.name.as_str(), "is paused"] {
+        for word in [here.name.as_str(), "does not release it"] {
             assert!(refused.message().contains(word), "{refused}");
         }
         let node = s.infra.get_node(here.uuid).await?.context("no such node")?;
@@ -237,7 +237,7 @@ async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Re
             let attachments = s.attachments().list(&all).await?;
             let errors = attachments.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());
             let errors: Vec<&str> = errors.map(|error| error.message.as_str()).collect();
-            Ok(if errors.iter().any(|text| text.contains("may hang")) {
+            Ok(if errors.iter().any(|text| text.contains("does not release it")) {
                 Ok(())
             } else {
                 Err(format!("{errors:?}"))

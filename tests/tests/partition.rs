@@ -243,7 +243,7 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
         proxy.stall();
         let start = Instant::now();
         times_out("attach", &[], || s.driver.publish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
-        s.wait_for_event("data", &["storage infra", &proxy.url()]).await?;
+        s.wait_for_event("data", &["the storage infra", "respond"]).await?;
         print_time("half-open connection to the infra reported on the guest's claim after its start", start);
         second.not_ready_because(&["storage infra", &proxy.url()]).await?;
         proxy.open().await?;

@@ -179,7 +179,7 @@ async fn vm_is_paused_until_there_is_space(
 ) -> Result<()> {
     almost_full.vm.resume().await?;
     almost_full.vm.wait_for_state(Some(PAUSED), "shut off").await?;
-    let texts = ["is paused", "got no space in pool", pool.name.as_str()];
+    let texts = ["is paused", "got no space"];
     s.wait_for_event("pause", &texts).await?;
     ensure!(
         s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full),

@@ -14,13 +14,12 @@ use kube_kit::client::KubeconfigArgs;
 use kube_kit::events::Events;
 use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::{Check, Health};
-use kube_kit::http;
+use kube_kit::http::{self, HttpArgs};
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::lease::{Election, LeaseArgs};
 use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::Metadata;
 use kube_kit::queue::{Queue, Retry};
-use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -66,11 +65,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         attachments: ready.check("volume-attachments", "not started yet"),
         claims: ready.check("claims", "not started yet"),
     };
+    let access = args.http.access(&client);
     let components = Components { client, metrics, attach_limiter: AttachLimiter::new(args.rate) };
     let http = async {
-        let Some(address) = args.http.http_listen else { return Ok(()) };
+        let Some(address) = args.http.address() else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
-        http::serve(address, alive, ready.clone(), registry, stop.clone())
+        http::serve(address, alive, ready.clone(), registry, access, stop.clone())
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };

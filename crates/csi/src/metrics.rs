@@ -101,7 +101,7 @@ where
             let failure =
                 Status::from_header_map(response.headers()).filter(|status| status.code() != Code::Ok);
             metrics.observe(&running, failure.as_ref().map_or(Code::Ok, Status::code));
-            running.end(failure.as_ref());
+            running.end(failure.as_ref(), cause(response.extensions()).as_deref());
             drop(open);
             Ok(response)
         }))
@@ -132,7 +132,8 @@ struct Running {
 }
 
 impl Running {
-    fn end(mut self, failure: Option<&Status>) {
+    /// `cause` is what the log says and the response does not.
+    fn end(mut self, failure: Option<&Status>, cause: Option<&str>) {
         self.ended = true;
         let duration_seconds = self.seconds();
         match failure {
@@ -140,8 +141,8 @@ impl Running {
                 let (code, message) = (code_name(failure.code()), failure.message());
                 trace::fail(&Span::current(), format!("{code}: {message}"));
                 match is_own_fault(failure.code()) {
-                    true => tracing::error!(code, error = message, duration_seconds, "call failed"),
-                    false => tracing::warn!(code, error = message, duration_seconds, "call failed"),
+                    true => tracing::error!(code, error = message, cause, duration_seconds, "call failed"),
+                    false => tracing::warn!(code, error = message, cause, duration_seconds, "call failed"),
                 }
             }
             None if is_read(&self.method) => tracing::debug!(duration_seconds, "call done"),
@@ -160,6 +161,12 @@ impl Drop for Running {
             tracing::warn!(duration_seconds = self.seconds(), "call cancelled by the caller");
         }
     }
+}
+
+/// Source of the status of a response. tonic keeps the status in the extensions, and does not send its source.
+fn cause(extensions: &http::Extensions) -> Option<String> {
+    let status = extensions.get::<Status>()?;
+    std::error::Error::source(status).map(ToString::to_string)
 }
 
 fn code_name(code: Code) -> String {
@@ -182,7 +189,7 @@ mod tests {
     use super::*;
     use crate::proto::controller_client::ControllerClient;
     use crate::proto::controller_server::{Controller, ControllerServer};
-    use crate::proto::{ControllerPublishVolumeRequest, GetCapacityRequest};
+    use crate::proto::{ControllerPublishVolumeRequest, GetCapacityRequest, GetCapacityResponse};
 
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
@@ -197,10 +204,20 @@ mod tests {
         }
     }
 
-    /// Implements no call.
-    struct Empty;
+    /// Implements one call, which fails with a cause that is not sent.
+    struct Failing;
 
-    impl Controller for Empty {}
+    #[tonic::async_trait]
+    impl Controller for Failing {
+        async fn get_capacity(
+            &self,
+            _: tonic::Request<GetCapacityRequest>,
+        ) -> Result<tonic::Response<GetCapacityResponse>, Status> {
+            let mut status = Status::unavailable("no answer");
+            status.set_source(Arc::new(io::Error::other("pool-7 is gone")));
+            Err(status)
+        }
+    }
 
     #[tokio::test]
     async fn a_failed_call_is_one_line_with_the_names_in_the_request_and_without_secrets() {
@@ -212,7 +229,7 @@ mod tests {
         let endpoint = dir.join("csi.sock").display().to_string().parse().unwrap();
         let metrics = CallMetrics::register(&mut Registry::default());
         let bound = crate::server::bind(&endpoint).await.unwrap();
-        let routes = Routes::new(ControllerServer::new(Empty));
+        let routes = Routes::new(ControllerServer::new(Failing));
         let serving = tokio::spawn(bound.serve(routes, metrics, stop.clone()));
 
         let mut client = ControllerClient::new(crate::client::connect(endpoint.path()).await.unwrap());
@@ -223,7 +240,8 @@ mod tests {
             ..Default::default()
         };
         client.controller_publish_volume(attach).await.unwrap_err();
-        client.get_capacity(GetCapacityRequest::default()).await.unwrap_err();
+        let failed = client.get_capacity(GetCapacityRequest::default()).await.unwrap_err();
+        assert_eq!(failed.message(), "no answer");
         drop(client);
         stop.cancel();
         serving.await.unwrap().unwrap();
@@ -236,6 +254,8 @@ mod tests {
         {
             assert!(line.contains(part), "{part}: {line}");
         }
+        let line = log.lines().find(|line| line.contains("GetCapacity")).unwrap();
+        assert!(line.contains("no answer") && line.contains("cause=\"pool-7 is gone\""), "{line}");
         assert_eq!(log.matches("call failed").count(), 2, "{log}");
         assert!(!log.contains("hidden"), "{log}");
     }

@@ -16,7 +16,9 @@ use infra_api::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::informer::Key;
 use mgmt_csi::attachment::decide::{self, Inputs, Step};
-use mgmt_csi::infra::{AttachError, AttachedDisk, DetachError, Indeterminate, attachment_id, has_same_name};
+use mgmt_csi::infra::{
+    AttachError, AttachedDisk, DetachError, Indeterminate, Message, attachment_id, has_same_name,
+};
 use mgmt_csi::volume_attachment::failure::Failure;
 use serde_json::{Value, json};
 use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
@@ -301,7 +303,7 @@ pub enum Next {
 }
 
 fn observed_by_mgmt(vm_index: VmIndex, observed: Observed) -> decide::Observed {
-    let indeterminate = || Indeterminate::Failed("timed out".to_owned());
+    let indeterminate = || Indeterminate::Failed(Message::own("timed out"));
     match observed {
         Observed::Unknown => decide::Observed::Unknown,
         Observed::AttachSent => decide::Observed::AttachSent,
@@ -315,7 +317,10 @@ fn observed_by_mgmt(vm_index: VmIndex, observed: Observed) -> decide::Observed {
         Observed::Predecessor(uid) => decide::Observed::Predecessor(id(vm_index, uid)),
         Observed::Detached => decide::Observed::Detached,
         Observed::NoneAttached => decide::Observed::NoneAttached,
-        Observed::InUse => decide::Observed::Failed(Failure::from(AttachError::InUse("in use".to_owned()))),
+        Observed::InUse => decide::Observed::Failed(Failure::from(AttachError::InUse {
+            message: Message::own("in use"),
+            nodes: Vec::new(),
+        })),
         Observed::AttachIndeterminate => {
             decide::Observed::Failed(Failure::from(AttachError::Indeterminate(indeterminate())))
         }

@@ -126,7 +126,11 @@ mod tests {
     }
 
     fn attached() -> DeleteError {
-        DeleteError::Attached { claim: ClaimName::new("c"), vm_name: VmName::new("vm-1") }
+        DeleteError::Attached {
+            claim: ClaimName::new("c"),
+            vm_name: VmName::new("vm-1"),
+            holder: "VirtualMachine vm-1".to_owned(),
+        }
     }
 
     async fn answer(volumes: &InMemory) -> Result<(), Status> {

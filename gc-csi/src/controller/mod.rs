@@ -32,9 +32,9 @@ use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::self_check::SocketCheck;
 use csi::server::{EndpointArgs, LegacyArgs};
 use kube_kit::health::Health;
+use kube_kit::http::HttpArgs;
 use kube_kit::lease::LeaseArgs;
 use kube_kit::{api_versions, client, http};
-use process_kit::flags::HttpArgs;
 use process_kit::{duration, supervise};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
@@ -140,8 +140,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let startup = ready.check("start-up", "not complete yet");
     let api_checks =
         ["guest", "management"].map(|cluster| ready.check(format!("{cluster} cluster"), "not checked yet"));
-    if let Some(address) = args.http.http_listen {
-        let serving = http::serve(address, alive.clone(), ready.clone(), registry, stop.clone());
+    if let Some(address) = args.http.address() {
+        let access = args.http.access(&guest_client);
+        let serving = http::serve(address, alive.clone(), ready.clone(), registry, access, stop.clone());
         supervise::worker("health and metrics", async move {
             if let Err(error) = serving.await {
                 supervise::fail(format!("cannot serve health and metrics on {address}: {error}"));

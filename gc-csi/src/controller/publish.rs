@@ -176,7 +176,7 @@ async fn unpublish(
 
 /// Publish context for the node plugin: the identity of the disk, and whether it may be formatted. It is stored in the
 /// guest's VolumeAttachment, which pods cannot read.
-fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, String> {
+fn context(Attached { disk, volume, shared }: Attached, pin: &Pin) -> HashMap<String, String> {
     let AttachedDisk { uuid, blank_attestation, format_token } = disk;
     let entries = [
         (names::CONTEXT_DISK_UUID, Some(uuid)),
@@ -184,6 +184,7 @@ fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, St
         (names::CONTEXT_OVERRIDDEN_PIN, pin.overridden().map(str::to_owned)),
         (names::CONTEXT_BLANK_ATTESTATION, blank_attestation),
         (names::CONTEXT_FORMAT_TOKEN, format_token),
+        (names::CONTEXT_SHARED, shared.then(|| "true".to_owned())),
     ];
     entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
@@ -218,7 +219,7 @@ mod tests {
             blank_attestation: None,
             format_token: Some("t".to_owned()),
         };
-        Attached { disk, volume: "pv-1".to_owned() }
+        Attached { disk, volume: "pv-1".to_owned(), shared: false }
     }
 
     fn request() -> proto::ControllerPublishVolumeRequest {
@@ -268,8 +269,12 @@ mod tests {
     #[tokio::test]
     async fn a_refusal_by_a_late_cache_is_not_final() {
         let (claim, other) = (ClaimName::new("c"), VmName::new("vm-2"));
-        let in_use =
-            AttachError::InUse { claim: claim.clone(), vm_name: other.clone(), detail: String::new() };
+        let in_use = AttachError::InUse {
+            claim: claim.clone(),
+            vm_name: other.clone(),
+            holder: String::new(),
+            detail: String::new(),
+        };
         let here = VmName::new("vm-1");
         for (refusal, refreshed) in [
             (AttachError::VmNotFound(here.clone()), vec![here.clone()]),

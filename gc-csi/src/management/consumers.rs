@@ -103,6 +103,11 @@ impl Consumers {
         annotations(claim).any(|(found, _)| *found == key)
     }
 
+    /// Whether several guests use the volume of a claim: it is shared, or another guest is recorded on it.
+    pub(super) fn is_shared(&self, claim: &PersistentVolumeClaim) -> bool {
+        is_shared(claim, self.identity.cluster.as_str())
+    }
+
     /// The other guests that are recorded on a claim, with their PersistentVolumes.
     pub(super) fn others(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
         others(claim, self.identity.cluster.as_str())
@@ -136,6 +141,15 @@ fn consumer_on(claim: &PersistentVolumeClaim, key: &str) -> Option<Consumer> {
     serde_json::from_str(text).ok()
 }
 
+/// The label of the owner and those of shares are on the claims of all guests that share the volume.
+fn is_shared(claim: &PersistentVolumeClaim, own: &str) -> bool {
+    let shares = |(key, value): (&String, &String)| {
+        key.starts_with(names::LABEL_SHARE_PREFIX) && ["ro", "rw"].contains(&value.as_str())
+            || key == names::LABEL_CLUSTER_ID && value != own
+    };
+    claim.metadata.labels.iter().flatten().any(shares) || !others(claim, own).is_empty()
+}
+
 /// A record that cannot be parsed counts too: its key names the guest.
 fn others(claim: &PersistentVolumeClaim, own: &str) -> Vec<String> {
     annotations(claim)
@@ -157,6 +171,26 @@ mod tests {
         claim.metadata.annotations =
             Some(annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect());
         claim
+    }
+
+    #[test]
+    fn a_volume_is_shared_by_labels_and_by_records() {
+        let labelled = |labels: &[(&str, &str)]| {
+            let mut labelled = PersistentVolumeClaim::default();
+            labelled.metadata.labels =
+                Some(labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect());
+            labelled
+        };
+        let own = (names::LABEL_CLUSTER_ID, "own");
+        assert!(!is_shared(&labelled(&[own, ("team", "a")]), "own"));
+        assert!(!is_shared(&labelled(&[own, ("share.nestor.dev/b", "")]), "own"));
+        assert!(is_shared(&labelled(&[own, ("share.nestor.dev/b", "ro")]), "own"));
+        assert!(is_shared(
+            &labelled(&[(names::LABEL_CLUSTER_ID, "b"), ("share.nestor.dev/own", "rw")]),
+            "own"
+        ));
+        assert!(is_shared(&claim(&[("consumer.nestor.dev/b", "{}")]), "own"));
+        assert!(!is_shared(&claim(&[("consumer.nestor.dev/own", "{}")]), "own"));
     }
 
     #[test]

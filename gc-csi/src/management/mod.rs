@@ -104,7 +104,7 @@ impl Management {
         let namespace = identity.namespace.as_str();
         let classes = Classes::start(client, optional.attributes_classes, ready, stop);
         let claims = Claims::start(client, identity.clone(), ready, stop, claim_changed);
-        let vms = VirtualMachines::start(client, namespace, vm_version, ready, stop, vm_changed);
+        let vms = VirtualMachines::start(client, &identity, vm_version, ready, stop, vm_changed);
         let consumers = Consumers::new(identity.clone(), claims.clone());
         let snapshots = optional.snapshots.then(|| {
             let of = (claims.clone(), owner.clone());

@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::error::ApiError;
+use super::identity::GuestIdentity;
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
 use crate::vm_volumes;
 
@@ -30,23 +31,26 @@ pub(super) type AttachedVms = HashMap<String, Vec<VmName>>;
 #[derive(Clone, Debug)]
 pub(crate) struct VirtualMachines {
     namespace: String,
+    /// This guest.
+    guest: String,
     api: Api<VirtualMachine>,
     informer: Informer<VirtualMachine>,
     by_disk: Arc<Index>,
 }
 
 impl VirtualMachines {
-    /// Watches the VMs of a namespace in this API version.
+    /// Watches the VMs of the guest's namespace in this API version.
     pub(super) fn start(
         client: &Client,
-        namespace: &str,
+        identity: &GuestIdentity,
         version: &str,
         ready: &Health,
         stop: &CancellationToken,
         changed: ChangeHandler<VirtualMachine>,
     ) -> Self {
         let resource = crds::virtual_machine_resource(version);
-        let api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
+        let namespace = identity.namespace.clone();
+        let api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), &namespace, &resource);
         let by_disk = Arc::new(Index::default());
         let index = by_disk.clone();
         let informer = Informer::builder("VirtualMachines", api.clone())
@@ -56,7 +60,7 @@ impl VirtualMachines {
             })
             .on_change(changed)
             .start(ready.check("watch of VirtualMachines", "not synced yet"), stop.clone());
-        Self { namespace: namespace.to_owned(), api, informer, by_disk }
+        Self { namespace, guest: identity.cluster.to_string(), api, informer, by_disk }
     }
 
     /// VMs of a fixed informer, without an index.
@@ -64,6 +68,7 @@ impl VirtualMachines {
     pub(super) fn fixed(namespace: &str, api: Api<VirtualMachine>, vm: VirtualMachine) -> Self {
         Self {
             namespace: namespace.to_owned(),
+            guest: "guest".to_owned(),
             api,
             informer: Informer::fixed([vm]),
             by_disk: Arc::default(),
@@ -87,6 +92,19 @@ impl VirtualMachines {
     /// Namespaced name of a VM, for messages.
     pub(crate) fn full_name(&self, name: &VmName) -> String {
         self.key(name).to_string()
+    }
+
+    /// Whether a VM is another guest's.
+    pub(crate) fn is_other_guests(&self, vm: &VirtualMachine) -> bool {
+        vm_volumes::is_other_guests(vm, &self.guest)
+    }
+
+    /// A VM in messages, which do not name those of other guests.
+    pub(super) fn describe(&self, name: &VmName) -> String {
+        match self.get(name).is_some_and(|vm| self.is_other_guests(&vm)) {
+            true => "a VirtualMachine of another guest".to_owned(),
+            false => format!("VirtualMachine {name}"),
+        }
     }
 
     /// Names of all VMs.
@@ -145,7 +163,8 @@ impl VirtualMachines {
 
     /// The error that a VM reports for an entry, as the end of a message; empty without one.
     pub(super) fn last_error(&self, name: &VmName, entry: &str) -> String {
-        let error = self.get(name).and_then(|vm| vm_volumes::reported_error(&vm, entry));
+        let vm = self.get(name).filter(|vm| !self.is_other_guests(vm));
+        let error = vm.and_then(|vm| vm_volumes::reported_error(&vm, entry));
         error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
     }
 

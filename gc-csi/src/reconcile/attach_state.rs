@@ -45,11 +45,13 @@ fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolum
     disks.map(|disk| (disk.name.as_str(), disk)).collect()
 }
 
-/// The condition, from the VMs that reference the volume; None if there is nothing to report.
+/// The condition, from the VMs that reference the volume; None if there is nothing to report. VMs of other guests, and their
+/// errors, are not named.
 pub(super) fn condition(
     vms: &[Arc<VirtualMachine>],
     handle: &ClaimName,
     had_condition: bool,
+    is_other_guests: impl Fn(&VirtualMachine) -> bool,
 ) -> Option<ConditionUpdate> {
     let entry = handle.entry();
     let mut attached: Vec<String> = Vec::new();
@@ -58,8 +60,10 @@ pub(super) fn condition(
     let mut in_progress = false;
     for vm in vms {
         let name = vm.metadata.name.clone().unwrap_or_default();
+        let is_foreign = is_other_guests(vm);
         for disk in vm_volumes::entry_statuses(vm, &entry) {
             match &disk.error {
+                _ if is_foreign => attached.extend(disk.attached.then(|| "of another guest".to_owned())),
                 // An attached disk with an error is one whose detach failed.
                 error if disk.attached => {
                     let failed = |error| format!("VirtualMachine {name}: detach failed: {error}");
@@ -144,7 +148,7 @@ mod tests {
     #[test]
     fn the_condition_names_the_vms_and_the_errors() {
         let reported = |vms: &[Arc<VirtualMachine>], had_condition| {
-            condition(vms, &ClaimName::new("c"), had_condition)
+            condition(vms, &ClaimName::new("c"), had_condition, |vm| vm.metadata.name.as_deref() == Some("b"))
                 .and_then(|update| update.state)
                 .map(|state| (state.is_true, state.message))
         };
@@ -152,6 +156,11 @@ mod tests {
         let attach_errors = vm("vm-3", json!({"name": "c", "attached": false, "error": "no space"}));
         let both = [attached("vm-2"), attached("vm-1")];
         assert_eq!(reported(&both, false), Some((true, "attached to VirtualMachine vm-1, vm-2".to_owned())));
+        let foreign = vm("b", json!({"name": "c", "attached": true, "error": "on host h"}));
+        let of_both = Some((true, "attached to VirtualMachine of another guest, vm-1".to_owned()));
+        assert_eq!(reported(&[foreign, attached("vm-1")], false), of_both);
+        let foreign = vm("b", json!({"name": "c", "attached": false, "error": "on host h"}));
+        assert_eq!(reported(&[foreign], false), None);
         assert_eq!(
             reported(std::slice::from_ref(&attach_errors), false),
             Some((false, "VirtualMachine vm-3: attach failed: no space".to_owned()))

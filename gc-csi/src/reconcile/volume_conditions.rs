@@ -87,11 +87,10 @@ impl VolumeConditions {
     ) -> Vec<ConditionUpdate> {
         let was_attached = current(claim, attach_state::CONDITION).is_some();
         let mut updates = Vec::new();
-        updates.extend(attach_state::condition(
-            &self.management.vms.referencing(handle),
-            handle,
-            was_attached,
-        ));
+        let vms = &self.management.vms;
+        updates.extend(attach_state::condition(&vms.referencing(handle), handle, was_attached, |vm| {
+            vms.is_other_guests(vm)
+        }));
         let Some((management_claim, relation)) = management_claim else { return updates };
         updates.extend(health::condition(management_claim, current(claim, crds::names::CONDITION_HEALTHY)));
         let sizes = claim.spec.requested.zip(claim.status.capacity);

@@ -1,6 +1,6 @@
 //! Observations of a VM: which disks it has, and the results of attaches and detaches.
 
-use crds::names::entry_candidates;
+use crds::names::{LABEL_CLUSTER_ID, entry_candidates};
 use crds::{VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
 
 /// UID and generation of a VM after a change was committed. Older states do not reflect the change.
@@ -18,6 +18,12 @@ pub fn revision(vm: &VirtualMachine) -> Revision {
         uid: vm.metadata.uid.clone().unwrap_or_default(),
         generation: vm.metadata.generation.unwrap_or_default(),
     }
+}
+
+/// Whether a VM is another guest's than this one, by its label.
+pub fn is_other_guests(vm: &VirtualMachine, guest: &str) -> bool {
+    let label = vm.metadata.labels.as_ref().and_then(|labels| labels.get(LABEL_CLUSTER_ID));
+    label.is_some_and(|label| label != guest)
 }
 
 /// Whether the VM's spec has the claim; if so, whether read-only.

@@ -20,6 +20,11 @@ pub struct Audit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(u64);
 
+impl Mark {
+    /// The start of the log.
+    pub const START: Self = Self(0);
+}
+
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
@@ -81,9 +86,15 @@ impl Audit {
 
     /// The requests that completed after `mark`, in order of completion.
     pub fn since(&self, mark: Mark) -> Result<Vec<Entry>> {
+        let mut entries = Vec::new();
+        self.visit(mark, |entry| entries.push(entry))?;
+        Ok(entries)
+    }
+
+    /// Calls `visit` with each of the requests that completed after `mark`: the log of a whole run may exceed the memory.
+    pub fn visit(&self, mark: Mark, mut visit: impl FnMut(Entry)) -> Result<()> {
         let mut file = File::open(&self.log).with_context(|| self.unreadable())?;
         file.seek(SeekFrom::Start(mark.0)).with_context(|| self.unreadable())?;
-        let mut entries = Vec::new();
         let mut reader = BufReader::new(file);
         let mut line = String::new();
         loop {
@@ -91,11 +102,11 @@ impl Audit {
             let read = reader.read_line(&mut line).with_context(|| self.unreadable())?;
             // An incomplete line belongs to a request that has no response yet.
             if read == 0 || !line.ends_with('\n') {
-                return Ok(entries);
+                return Ok(());
             }
             let event: Event =
                 serde_json::from_str(&line).with_context(|| format!("bad line in the audit log: {line}"))?;
-            entries.push(event.into());
+            visit(event.into());
         }
     }
 

@@ -39,6 +39,7 @@ mod ports;
 pub mod process;
 mod ready;
 pub mod release;
+pub mod rights;
 pub mod run;
 pub mod sanity;
 mod session;

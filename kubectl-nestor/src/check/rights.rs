@@ -49,8 +49,10 @@ pub async fn check(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
         Tier::Guest => &GUEST_READS,
         Tier::Management => &MANAGEMENT_READS,
     };
+    let verbs =
+        |target: &Target| -> &[&str] { if target.1 == "events" { &["list"] } else { &["get", "list"] } };
     let mut wanted: Vec<(&str, Target)> =
-        reads.iter().flat_map(|target| [("get", *target), ("list", *target)]).collect();
+        reads.iter().flat_map(|target| verbs(target).iter().map(move |verb| (*verb, *target))).collect();
     let is_driver = cluster.tier == Tier::Management
         && user.rsplit(':').next().is_some_and(|name| name.starts_with("gc-csi"));
     if is_driver {

@@ -187,7 +187,7 @@ mod tests {
     use k8s_openapi::jiff::Timestamp;
 
     use super::*;
-    use crate::infra::{AttachError, DetachError, Indeterminate};
+    use crate::infra::{AttachError, DetachError, Indeterminate, Message};
 
     const DISK: uuid::Uuid = uuid::Uuid::from_u128(1);
 
@@ -248,13 +248,13 @@ mod tests {
     }
 
     fn in_use() -> Observed {
-        Observed::Failed(AttachError::InUse("on vm-2".into()).into())
+        let message = Message::own("on vm-2");
+        Observed::Failed(AttachError::InUse { message, nodes: Vec::new() }.into())
     }
 
     fn away() -> Observed {
-        Observed::Failed(
-            AttachError::Indeterminate(Indeterminate::Unreachable("connection refused".into())).into(),
-        )
+        let unreachable = Indeterminate::Unreachable(Message::own("connection refused"));
+        Observed::Failed(AttachError::Indeterminate(unreachable).into())
     }
 
     #[test]
@@ -343,7 +343,7 @@ mod tests {
         let mut inputs = new_attachment();
         run(&mut inputs, &attached(), 5);
         inputs.deleting = true;
-        let failed = Observed::Failed(DetachError(Indeterminate::Failed("busy".into())).into());
+        let failed = Observed::Failed(DetachError(Indeterminate::Failed(Message::own("busy"))).into());
         assert!(matches!(run(&mut inputs, &failed, 9)[..], [Step::Detach, Step::WriteStatus(_)]));
         assert!(inputs.has_finalizer && inputs.status.attached);
         assert_eq!(inputs.status.error.as_ref().unwrap().reason, "DetachFailed");

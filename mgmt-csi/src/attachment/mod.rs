@@ -3,6 +3,7 @@
 
 pub mod decide;
 pub mod fence;
+mod holders;
 mod limiter;
 mod metrics;
 mod reconcile;

@@ -24,6 +24,7 @@ use uuid::Uuid;
 
 use super::decide::{Inputs, Observed, Step, decide, decide_gone};
 use super::fence::OutOfService;
+use super::holders::in_use;
 use super::limiter::{Operation, Slot, VmLimiter};
 use super::metrics::Metrics;
 use super::traces::continue_trace;
@@ -31,7 +32,7 @@ use super::tracker::{SETTLE, Tracker};
 use crate::cluster::{self, Volumes};
 use crate::event_reason::EventReason;
 use crate::infra::{
-    AttachError, DetachError, Indeterminate, ReadError, StorageInfra, attachment_id, has_same_name,
+    AttachError, DetachError, Indeterminate, Message, ReadError, StorageInfra, attachment_id, has_same_name,
 };
 use crate::ownership::vm_guests::VmGuests;
 use crate::repair::is_same_disk;
@@ -132,11 +133,17 @@ impl Reconciler {
                             Box::pin(self.attach_as_before(&id, &spec, text)).await
                         }
                         Err(AttachError::IdDeleted(_)) => Observed::IdDeleted,
-                        Err(AttachError::InUse(text)) if replaces.is_none() => {
-                            let found = self.find_same_name(key, &uid, spec.node).await;
-                            let same = found.ok().flatten().filter(|other| other.spec() == spec);
-                            let failed = || Observed::Failed(AttachError::InUse(text).into());
-                            same.map_or_else(failed, |other| Observed::SameName(other.id))
+                        Err(AttachError::InUse { message, nodes }) => {
+                            let same = match replaces {
+                                None => self.find_same_name(key, &uid, spec.node).await.ok().flatten(),
+                                Some(_) => None,
+                            };
+                            let failed = || {
+                                let message = in_use(message, &self.holders(&attachment, &nodes));
+                                Observed::Failed(AttachError::InUse { message, nodes }.into())
+                            };
+                            same.filter(|other| other.spec() == spec)
+                                .map_or_else(failed, |other| Observed::SameName(other.id))
                         }
                         Err(error) => Observed::Failed(error.into()),
                     };
@@ -165,7 +172,8 @@ impl Reconciler {
                         Ok(Some(other)) => Observed::SameName(other.id),
                         Ok(None) => Observed::NoneAttached,
                         Err(error) => {
-                            Observed::Failed(DetachError(Indeterminate::Failed(error.to_string())).into())
+                            let message = error.message().clone();
+                            Observed::Failed(DetachError(Indeterminate::Failed(message)).into())
                         }
                     };
                     true
@@ -206,7 +214,12 @@ impl Reconciler {
     }
 
     /// Attaches a disk in the mode in which it is attached already. Its volume may be shared in another mode since.
-    async fn attach_as_before(&self, id: &AttachmentId, spec: &AttachmentSpec, conflict: String) -> Observed {
+    async fn attach_as_before(
+        &self,
+        id: &AttachmentId,
+        spec: &AttachmentSpec,
+        conflict: Message,
+    ) -> Observed {
         let deadline = tokio::time::Instant::now() + WAIT;
         let listed = self.infra.list_attachments(Some(spec.node), deadline).await.unwrap_or_default();
         let before = listed.iter().find(|one| one.id == *id).map(Attachment::spec);
@@ -437,9 +450,10 @@ impl Reconciler {
                 ("Attach", EventReason::VolumeAttachFailed, note)
             }
         };
+        let claim = self.claims.get(&claim_key(attachment));
         // The claim may be another guest's, whom this does not concern.
-        let is_foreign = error.reason == AttachReason::NotShared.as_str();
-        let claim = self.claims.get(&claim_key(attachment)).filter(|_| !is_foreign);
+        let is_refused = error.reason == AttachReason::NotShared.as_str();
+        let claim = claim.filter(|claim| !is_refused && !self.is_foreign(attachment, claim));
         let about = claim.map_or_else(|| reference(attachment), |claim| cluster::reference(&claim));
         let Some(group) = vm_reference(attachment) else {
             return self.events.warning(about, action, reason.as_str(), note);

@@ -36,13 +36,13 @@ pub(super) fn failed(
     now: &Time,
 ) -> VolumeAttachmentStatus {
     let attached = before.attached && failure.disk == Disk::Unknown;
+    let text = failure.for_guest();
     // The condition's reason says why the disk is or is not attached; `error` says what failed.
     let (reason, message) = match attached {
-        true => (AttachReason::Attached, format!("the disk is still attached: {}", failure.message)),
-        false => (failure.reason, failure.message.clone()),
+        true => (AttachReason::Attached, format!("the disk is still attached: {text}")),
+        false => (failure.reason, text.clone()),
     };
-    let same =
-        |error: &&AttachError| error.reason == failure.reason.as_str() && error.message == failure.message;
+    let same = |error: &&AttachError| error.reason == failure.reason.as_str() && error.message == text;
     let time = before.error.as_ref().filter(same).map_or_else(|| now.clone(), |error| error.time.clone());
     VolumeAttachmentStatus {
         attached,
@@ -50,11 +50,7 @@ pub(super) fn failed(
         blank_attestation: before.blank_attestation.clone().filter(|_| attached),
         format_token: before.format_token.clone().filter(|_| attached),
         observed_generation: Some(generation),
-        error: Some(AttachError {
-            reason: failure.reason.to_string(),
-            message: failure.message.clone(),
-            time,
-        }),
+        error: Some(AttachError { reason: failure.reason.to_string(), message: text, time }),
         conditions: conditions(before, attached, reason, &message, generation, now),
     }
 }

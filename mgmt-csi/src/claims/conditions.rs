@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use infra_api::{Change, Event, EventKind, Volume, VolumeId};
+use infra_api::{Change, Event, EventKind, VolumeId};
 use kube_kit::informer::Key;
 use kube_kit::queue::{NextAction, Queue};
 use prometheus_client::metrics::gauge::Gauge;
@@ -13,7 +13,7 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use super::bindings::Bindings;
-use crate::infra::{InfraEvent, ReadError, StorageInfra};
+use crate::infra::{InfraEvent, Message, ReadError, StorageInfra, condition_message};
 
 /// Timeout of one call to the storage infra.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -65,13 +65,13 @@ pub(super) enum Condition {
     Unknown,
     Normal,
     /// Unhealthy, with a message.
-    Abnormal(String),
+    Abnormal(Message),
 }
 
 /// The unhealthy volumes and their messages; None before the first list.
 #[derive(Debug, Clone)]
 pub(super) struct Conditions {
-    abnormal: Arc<RwLock<Option<HashMap<VolumeId, String>>>>,
+    abnormal: Arc<RwLock<Option<HashMap<VolumeId, Message>>>>,
     count: Gauge,
 }
 
@@ -143,10 +143,11 @@ impl Conditions {
     }
 
     /// Replaces all conditions. Returns the volumes that changed; None on the first call.
-    fn replace(&self, now: HashMap<VolumeId, String>) -> Option<Vec<VolumeId>> {
+    fn replace(&self, now: HashMap<VolumeId, Message>) -> Option<Vec<VolumeId>> {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let before = abnormal.replace(now.clone());
         self.count.set(i64::try_from(now.len()).unwrap_or(i64::MAX));
+        now.iter().for_each(|(id, message)| log(id, before.as_ref().and_then(|all| all.get(id)), message));
         let before = before?;
         let differs = |id: &&VolumeId| before.get(*id) != now.get(*id);
         let gone = before.keys().filter(|id| !now.contains_key(*id));
@@ -154,11 +155,14 @@ impl Conditions {
     }
 
     /// Sets the condition of one volume. Returns whether it changed. Ignored before the first list.
-    fn put(&self, id: &VolumeId, message: Option<String>) -> bool {
+    fn put(&self, id: &VolumeId, message: Option<Message>) -> bool {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let Some(abnormal) = abnormal.as_mut() else { return false };
         let before = match message.clone() {
-            Some(message) => abnormal.insert(id.clone(), message),
+            Some(message) => {
+                log(id, abnormal.get(id), &message);
+                abnormal.insert(id.clone(), message)
+            }
             None => abnormal.remove(id),
         };
         self.count.set(i64::try_from(abnormal.len()).unwrap_or(i64::MAX));
@@ -171,9 +175,9 @@ async fn read_one(
     infra: &dyn StorageInfra,
     id: &VolumeId,
     bindings: &Bindings,
-) -> Result<Option<String>, ReadError> {
+) -> Result<Option<Message>, ReadError> {
     Ok(match infra.get_volume(id, Instant::now() + ANSWER).await? {
-        Some(volume) => message_of(&volume),
+        Some(volume) => condition_message(&volume.condition),
         // The volume of an existing claim is never deleted on purpose.
         None => (!bindings.claims_of(id).is_empty()).then(|| lost_message(id)),
     })
@@ -183,14 +187,14 @@ async fn read_one(
 async fn read_all(
     infra: &dyn StorageInfra,
     mut expected: HashSet<VolumeId>,
-) -> Result<HashMap<VolumeId, String>, ReadError> {
+) -> Result<HashMap<VolumeId, Message>, ReadError> {
     let mut abnormal = HashMap::new();
     let mut next: Option<String> = None;
     loop {
         let page = infra.list_volumes(None, next.as_deref(), Instant::now() + ANSWER).await?;
         for volume in page.items {
             expected.remove(&volume.id);
-            if let Some(message) = message_of(&volume) {
+            if let Some(message) = condition_message(&volume.condition) {
                 abnormal.insert(volume.id, message);
             }
         }
@@ -202,17 +206,17 @@ async fn read_all(
     }
 }
 
-fn lost_message(id: &VolumeId) -> String {
-    format!(
-        "the storage infra no longer has volume {id}: it was deleted there, or the catalog was restored from a backup"
-    )
+/// Logs the complete text, which the claim does not show.
+fn log(id: &VolumeId, before: Option<&Message>, now: &Message) {
+    if before != Some(now) {
+        tracing::warn!(volume = %id, "the volume is unhealthy: {now}");
+    }
 }
 
-/// The message of a volume if it is unhealthy.
-fn message_of(volume: &Volume) -> Option<String> {
-    let condition = &volume.condition;
-    let no_reason = || "the storage infra gives no reason".to_owned();
-    (!condition.healthy).then(|| condition.message.clone().unwrap_or_else(no_reason))
+fn lost_message(id: &VolumeId) -> Message {
+    Message::own(format!(
+        "the storage infra no longer has volume {id}: it was deleted there, or the catalog was restored from a backup"
+    ))
 }
 
 #[cfg(test)]
@@ -223,19 +227,23 @@ mod tests {
         VolumeId::new(name).unwrap()
     }
 
+    fn broken() -> Message {
+        Message::new("pool-7 is gone", "broken")
+    }
+
     #[test]
     fn only_changes_are_reported_and_nothing_before_the_first_list() {
         let conditions = Conditions::register(&mut Registry::default());
-        assert!(!conditions.put(&id("a"), Some("broken".into())));
+        assert!(!conditions.put(&id("a"), Some(broken())));
         assert_eq!(conditions.of("a"), Condition::Unknown);
-        assert_eq!(conditions.replace([(id("a"), "broken".into())].into()), None);
-        assert_eq!(conditions.of("a"), Condition::Abnormal("broken".into()));
+        assert_eq!(conditions.replace([(id("a"), broken())].into()), None);
+        assert_eq!(conditions.of("a"), Condition::Abnormal(broken()));
         assert_eq!(conditions.of("b"), Condition::Normal);
 
-        assert!(!conditions.put(&id("a"), Some("broken".into())));
-        assert!(conditions.put(&id("b"), Some("gone".into())));
+        assert!(!conditions.put(&id("a"), Some(broken())));
+        assert!(conditions.put(&id("b"), Some(Message::own("gone"))));
         assert_eq!(conditions.count.get(), 2);
-        let now = [(id("b"), "gone".into()), (id("c"), "gone".into())].into();
+        let now = [(id("b"), Message::own("gone")), (id("c"), Message::own("gone"))].into();
         let mut changed = conditions.replace(now).unwrap();
         changed.sort();
         assert_eq!(changed, [id("a"), id("c")]);

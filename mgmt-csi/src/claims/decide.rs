@@ -85,7 +85,7 @@ fn healthy(
         Condition::Unknown => return None,
         Condition::Normal if was.is_none_or(|was| was == "True") => return None,
         Condition::Normal => ("True", EventReason::VolumeConditionNormal, "the volume is healthy again"),
-        Condition::Abnormal(message) => ("False", EventReason::VolumeConditionAbnormal, message.as_str()),
+        Condition::Abnormal(message) => ("False", EventReason::VolumeConditionAbnormal, message.guest()),
     };
     if let Some(current) = current
         && current.status == status
@@ -124,6 +124,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::infra::Message;
 
     fn at(seconds: i64) -> Time {
         Time(Timestamp::from_second(seconds).unwrap())
@@ -182,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_volume_bound_to_another_claim_is_ignored() {
-        let broken = Condition::Abnormal("broken".into());
+        let broken = Condition::Abnormal(Message::own("broken"));
         assert_eq!(changes(&claim(), &volume("Retain", "u2"), &broken, &at(1)), Changes::default());
     }
 
@@ -194,14 +195,14 @@ mod tests {
             write(&mut claim, changes.clone());
             changes.healthy
         };
-        let broken = Condition::Abnormal("pool p is unavailable".into());
+        let broken = Condition::Abnormal(Message::own("pool p is unavailable"));
         let current = step(&broken, 5).unwrap();
         assert_eq!(
             (current.status.as_str(), current.message.as_deref()),
             ("False", Some("pool p is unavailable"))
         );
         assert_eq!(step(&broken, 6), None);
-        let other = step(&Condition::Abnormal("the file is gone".into()), 7).unwrap();
+        let other = step(&Condition::Abnormal(Message::own("the file is gone")), 7).unwrap();
         assert_eq!(other.last_transition_time, Some(at(5)));
         assert_eq!(step(&Condition::Unknown, 8), None);
         let well = step(&Condition::Normal, 9).unwrap();

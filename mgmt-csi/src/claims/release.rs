@@ -117,7 +117,8 @@ impl Reconciler {
 
     fn report_unknown(&self, key: &Key, claim: &PersistentVolumeClaim, error: &ReadError) {
         let note = format!(
-            "the claim is being deleted, but stays until the storage infra answers whether its disk is attached to a VM: {error}"
+            "the claim is being deleted, but stays until the storage infra answers whether its disk is attached to a VM: {}",
+            error.message().guest()
         );
         if self.waiting.should_report(key, &note) {
             let reason = EventReason::DetachCheckFailed.as_str();

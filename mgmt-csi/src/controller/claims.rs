@@ -6,15 +6,15 @@ use std::time::Duration;
 use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES, MAX_REQUESTED_ZONES, MAX_ZONE};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
-use kube_kit::client::chain;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::read::read;
 use crate::cluster::annotation;
+use crate::infra::Message;
 
 /// How long to wait for a claim to appear in the cache before it is read from the API server.
 const CACHE_LAG: Duration = Duration::from_millis(200);
@@ -72,11 +72,10 @@ impl Claims {
             Ok(Ok(_)) => Ok(()),
             // The claim is gone.
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => Ok(()),
-            Ok(Err(error)) => Err(Status::unavailable(format!(
-                "the volume was created in zone {zone}; failed to annotate PersistentVolumeClaim {key} in the \
-                 management cluster: {}",
-                chain(&error)
-            ))),
+            Ok(Err(error)) => {
+                let what = format!("annotate PersistentVolumeClaim {key} with the zone {zone} of its volume");
+                Err(Message::of_cluster(&what, &error).status(Code::Unavailable))
+            }
             Err(_) => Err(Status::deadline_exceeded(format!(
                 "the volume was created in zone {zone}; timed out annotating PersistentVolumeClaim {key} in the \
                  management cluster"

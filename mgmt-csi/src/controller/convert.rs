@@ -8,6 +8,7 @@ use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeS
 use infra_api::{Volume, VolumeSource};
 
 use super::sources::LABEL_GUEST;
+use crate::infra::{Message, condition_message};
 
 pub(super) fn to_proto(volume: &Volume) -> proto::Volume {
     proto::Volume {
@@ -26,12 +27,10 @@ fn context(volume: &Volume) -> HashMap<String, String> {
 }
 
 pub(super) fn condition(volume: &Volume) -> proto::VolumeCondition {
-    let message = volume.condition.message.clone();
-    let otherwise =
-        if volume.condition.healthy { "the volume is healthy" } else { "the storage infra gives no reason" };
+    let abnormal = condition_message(&volume.condition);
     proto::VolumeCondition {
-        abnormal: !volume.condition.healthy,
-        message: message.unwrap_or_else(|| otherwise.to_owned()),
+        abnormal: abnormal.is_some(),
+        message: abnormal.as_ref().map_or("the volume is healthy", Message::guest).to_owned(),
     }
 }
 

@@ -50,8 +50,9 @@ impl Controller {
                 volume.state
             )),
             Err(error) => Status::aborted(format!(
-                "{}; it is unknown whether an earlier request created volume {id}: {error}",
-                refusal.message()
+                "{}; it is unknown whether an earlier request created volume {id}: {}",
+                refusal.message(),
+                error.message().guest()
             )),
         }
     }

@@ -1,5 +1,6 @@
 //! Storage infra: the [trait](StorageInfra) through which this driver uses one, and its implementation for the REST API.
 
+mod condition;
 mod error;
 mod events;
 mod monitor;
@@ -7,9 +8,10 @@ mod names;
 mod rest;
 mod storage_infra;
 
+pub use condition::condition_message;
 pub use error::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
-    SnapshotError,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
+    ReadError, SnapshotError,
 };
 pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;

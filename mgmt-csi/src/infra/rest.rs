@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
-    SnapshotError,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
+    ReadError, SnapshotError,
 };
 use super::storage_infra::{AttachedDisk, StorageInfra};
 
@@ -43,12 +43,14 @@ impl Rest {
     {
         match tokio::time::timeout_at(deadline, call).await {
             Ok(answer) => answer.map_err(E::from),
-            Err(_) => Err(E::from(Indeterminate::TimedOut(format!(
-                "the storage infra at {} did not respond in time; the operation may have taken effect, and a retry of the same \
-                 call returns its result",
-                self.0.url()
-            )))),
+            Err(_) => Err(E::from(self.timed_out())),
         }
+    }
+
+    fn timed_out(&self) -> Indeterminate {
+        const WHAT: &str = "did not respond in time; the operation may have taken effect, and a retry of the same call returns its result";
+        let full = format!("the storage infra at {} {WHAT}", self.0.url());
+        Indeterminate::TimedOut(Message::new(full, format!("the storage infra {WHAT}")))
     }
 }
 

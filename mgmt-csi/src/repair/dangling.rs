@@ -17,11 +17,12 @@ use kube_kit::queue::NextAction;
 use process_kit::duration;
 use tokio::time::Instant;
 
-use super::decide::{Decision, Inputs, decide, id_of};
+use super::decide::{Decision, Inputs, LeaveReason, decide, id_of};
 use super::metrics::DANGLING_ATTACHMENT;
 use super::{CheckError, Repair, TIMEOUT, is_expected};
 use crate::cluster;
 use crate::event_reason::EventReason;
+use crate::infra::Message;
 use crate::volume_attachment::{Shared, is_reconciled};
 
 /// Timeout of a detach call. The detach continues in the storage infra.
@@ -119,31 +120,25 @@ impl Repair {
             attachments: &attachments,
             vms: vms.as_deref(),
         });
-        let (done, reason, note) = match decision {
+        let (done, reason, what) = match decision {
             Decision::HasAttachment => return Ok(Done::Nothing),
             Decision::Detach => {
                 shared.infra.detach(&found.id, false, DETACH_TIMEOUT).await?;
                 self.metrics.repaired(DANGLING_ATTACHMENT);
-                let note = format!(
-                    "detached volume {} from node {}: no VolumeAttachment and no VirtualMachine had requested it for {}",
-                    found.volume,
-                    found.node,
-                    duration::show(self.options.repair_grace)
-                );
-                (Done::Detached, EventReason::DanglingAttachmentRemoved, note)
+                (
+                    Done::Detached,
+                    EventReason::DanglingAttachmentRemoved,
+                    detached(found, self.options.repair_grace),
+                )
             }
             Decision::Leave(reason, why) => {
-                let note = format!(
-                    "volume {} is attached to node {} without a VolumeAttachment; it was left alone: {reason}: {why}",
-                    found.volume, found.node
-                );
-                (Done::Nothing, EventReason::DanglingAttachment, note)
+                (Done::Nothing, EventReason::DanglingAttachment, left_alone(found, reason, &why))
             }
         };
-        if self.should_report(&found.id, &note) {
-            tracing::warn!(attachment = %found.id, "{note}");
+        if self.should_report(&found.id, &what.to_string()) {
+            tracing::warn!(attachment = %found.id, "{what}");
             if let Some(claim) = &claim {
-                shared.warn_claim(claim, reason, note);
+                shared.warn_claim(claim, reason, what.guest().to_owned());
             }
         }
         Ok(done)
@@ -158,6 +153,27 @@ impl Repair {
     fn observed(&self) -> MutexGuard<'_, Dangling> {
         self.dangling.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A dangling attachment was detached. Its VM may be another guest's.
+fn detached(found: &Attachment, grace: Duration) -> Message {
+    let why =
+        format!("no VolumeAttachment and no VirtualMachine had requested it for {}", duration::show(grace));
+    Message::new(
+        format!("detached volume {} from node {}: {why}", found.volume, found.node),
+        format!("detached the disk from a VM: {why}"),
+    )
+}
+
+/// A dangling attachment was left alone.
+fn left_alone(found: &Attachment, reason: LeaveReason, why: &str) -> Message {
+    const WHAT: &str = "without a VolumeAttachment; it was left alone";
+    Message::new(
+        format!("volume {} is attached to node {} {WHAT}: {reason}: {why}", found.volume, found.node),
+        format!(
+            "the disk is attached to a VM {WHAT}: {reason}; the log of mgmt-csi has the details for the platform team"
+        ),
+    )
 }
 
 /// The claim and the creation time of the PersistentVolume of a dangling attachment, read from the API server.

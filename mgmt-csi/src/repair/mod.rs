@@ -215,7 +215,9 @@ impl Repair {
             return Ok(NextAction::AwaitChange);
         };
         if self.states.should_report(node, found.state) {
-            let (reason, note) = power::report(&found);
+            let (reason, text) = power::report(&found);
+            tracing::info!(%node, "{text}");
+            let note = text.guest().to_owned();
             match found.state {
                 NodeState::Running => shared.events.normal(vm, "Watch", reason.as_str(), note),
                 _ => shared.events.warning(vm, "Watch", reason.as_str(), note),
@@ -227,12 +229,11 @@ impl Repair {
     /// Reports a lost attachment and requeues its VolumeAttachment.
     fn report_lost(&self, shared: &Shared, attachment: &VolumeAttachment) {
         let key = Key::of(attachment);
-        let note = format!(
-            "the storage infra lost the attachment of this volume to node {}, although VolumeAttachment {key} is attached; \
-             attaching it again, see the status of the VolumeAttachment; pods that used the volume may have to be restarted",
-            attachment.spec.node_uuid
+        let note = String::from(
+            "the storage infra lost the attachment of this volume, although a VolumeAttachment is attached; attaching it again, \
+             see the status of the VolumeAttachment; pods that used the volume may have to be restarted",
         );
-        tracing::warn!(attachment = %key, "{note}");
+        tracing::warn!(attachment = %key, node = attachment.spec.node_uuid, "{note}");
         shared.warn_claim(
             &Key::new(key.namespace.clone(), attachment.spec.volume_name.clone()),
             EventReason::AttachmentLost,

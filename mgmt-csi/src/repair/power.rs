@@ -8,6 +8,7 @@ use infra_api::{Node, NodeState};
 use uuid::Uuid;
 
 use crate::event_reason::EventReason;
+use crate::infra::Message;
 
 /// Last reported state of each VM.
 #[derive(Debug, Default)]
@@ -22,8 +23,8 @@ impl States {
     }
 }
 
-/// Reason and note of the event.
-pub(super) fn report(node: &Node) -> (EventReason, String) {
+/// Reason and text of the event.
+pub(super) fn report(node: &Node) -> (EventReason, Message) {
     let (reason, what) = match node.state {
         NodeState::Running => (EventReason::Running, "runs; its requested disks are attached again"),
         NodeState::Off => (
@@ -37,8 +38,8 @@ pub(super) fn report(node: &Node) -> (EventReason, String) {
         NodeState::Unknown => (EventReason::StateUnknown, "is in an unknown state and keeps its disks"),
     };
     let more = node.message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
-    let note = format!("according to hypervisor {}, this VM {what}{more}", node.hypervisor);
-    (reason, note)
+    let full = format!("according to hypervisor {}, the VM {} {what}{more}", node.hypervisor, node.name);
+    (reason, Message::new(full, format!("according to its hypervisor, this VM {what}")))
 }
 
 #[cfg(test)]
@@ -65,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn the_event_refers_to_the_vm_and_contains_the_message_of_the_infra() {
+    fn the_event_refers_to_the_vm_and_only_the_log_has_the_message_of_the_infra() {
         let owner = json!({"apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1"});
         let attachment: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {"name": "vm-1", "namespace": "guest", "ownerReferences": [owner]},
@@ -81,10 +82,13 @@ mod tests {
             "uuid": Uuid::nil(), "name": "vm", "hypervisor": "kvm", "state": "saved", "message": "start it",
         }))
         .unwrap();
-        let (reason, note) = report(&node);
+        let (reason, text) = report(&node);
+        assert_eq!(reason, EventReason::Saved);
+        let (complete, guest) = (text.to_string(), text.guest());
+        assert!(complete.contains("kvm") && complete.ends_with(": start it"), "{complete}");
         assert!(
-            reason == EventReason::Saved && note.contains("kvm") && note.ends_with(": start it"),
-            "{note}"
+            guest.contains("is saved") && !guest.contains("kvm") && !guest.contains("start it"),
+            "{guest}"
         );
     }
 }

@@ -3,7 +3,7 @@
 use crds::AttachReason;
 use process_kit::text::one_line;
 
-use crate::infra::{AttachError, DetachError};
+use crate::infra::{AttachError, DetachError, Message};
 
 /// State of the disk after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -29,8 +29,8 @@ pub enum RetryWhen {
 pub struct Failure {
     /// Reason in the status.
     pub reason: AttachReason,
-    /// Human-readable message. The same failure always has the same message.
-    pub message: String,
+    /// Human-readable message. The same failure always has the same message. The guest of the VM reads its part of it.
+    pub message: Message,
     /// State of the disk.
     pub disk: Disk,
     /// When to retry.
@@ -40,8 +40,13 @@ pub struct Failure {
 impl Failure {
     /// A failure found in the objects, before any call to the storage infra.
     pub fn from_objects(reason: AttachReason, message: String) -> Self {
-        let message = one_line(&message).into_owned();
+        let message = Message::own(one_line(&message));
         Self { reason, message, disk: Disk::Unknown, retry: RetryWhen::OnChange }
+    }
+
+    /// The message for the guest of the VM, in one line.
+    pub fn for_guest(&self) -> String {
+        one_line(self.message.guest()).into_owned()
     }
 }
 
@@ -50,7 +55,7 @@ impl From<AttachError> for Failure {
         let (reason, disk) = match &error {
             AttachError::VolumeNotFound(_) => (AttachReason::VolumeNotFound, Disk::Absent),
             AttachError::NodeNotFound(_) => (AttachReason::NodeNotFound, Disk::Absent),
-            AttachError::InUse(_) => (AttachReason::VolumeInUse, Disk::Absent),
+            AttachError::InUse { .. } => (AttachReason::VolumeInUse, Disk::Absent),
             AttachError::Conflict(_) => (AttachReason::AttachmentConflict, Disk::Absent),
             AttachError::IdDeleted(_) => (AttachReason::AttachmentDeleted, Disk::Absent),
             AttachError::NodeNotRunning(_) => (AttachReason::NodeNotRunning, Disk::Absent),
@@ -58,14 +63,14 @@ impl From<AttachError> for Failure {
             AttachError::Invalid(_) => (AttachReason::AttachRefused, Disk::Absent),
             AttachError::Indeterminate(_) => (AttachReason::AttachFailed, Disk::Unknown),
         };
-        let message = one_line(&error.to_string()).into_owned();
+        let message = error.message().clone();
         Self { reason, message, disk, retry: RetryWhen::Backoff }
     }
 }
 
 impl From<DetachError> for Failure {
     fn from(error: DetachError) -> Self {
-        let message = one_line(&error.to_string()).into_owned();
+        let message = error.0.message().clone();
         Self { reason: AttachReason::DetachFailed, message, disk: Disk::Unknown, retry: RetryWhen::Backoff }
     }
 }

@@ -26,7 +26,7 @@ use crate::service::{Failure, Service};
 
 pub use client_name::{ClientName, NamingAcceptor};
 pub use docs::openapi;
-pub use ops::router as ops_router;
+pub use ops::{MetricsAuth, metrics_router, router as ops_router};
 
 /// State shared by the handlers.
 #[derive(Clone)]

@@ -10,13 +10,28 @@ use process_kit::health::report;
 
 use crate::service::Service;
 
+/// Who may read `/metrics`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum MetricsAuth {
+    /// Everyone who reaches the port of --http-listen.
+    None,
+    /// Clients with a certificate of --client-ca, on the port of the API.
+    Certificate,
+}
+
 /// Router of the operational endpoints. They are read-only and expose no volume data.
-pub fn router(service: Service) -> Router {
-    Router::new()
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
-        .route("/metrics", get(metrics))
-        .with_state(service)
+pub fn router(service: Service, auth: MetricsAuth) -> Router {
+    let router = Router::new().route("/healthz", get(healthz)).route("/readyz", get(readyz));
+    let router = match auth {
+        MetricsAuth::None => router.route("/metrics", get(metrics)),
+        MetricsAuth::Certificate => router,
+    };
+    router.with_state(service)
+}
+
+/// Router of `/metrics` for the port of the API, where clients need a certificate.
+pub fn metrics_router(service: Service) -> Router {
+    Router::new().route("/metrics", get(metrics)).with_state(service)
 }
 
 /// Liveness: fails if the catalog is not writable. Nothing works then, and a restart may help.

@@ -17,6 +17,7 @@ use process_kit::flags::{self, HttpArgs};
 use process_kit::telemetry::{self, LogArgs, SpanExport};
 use trace_export::TraceArgs;
 
+use crate::api::MetricsAuth;
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
 use crate::backup::Schedule;
 
@@ -88,6 +89,9 @@ struct ServeArgs {
     backups: BackupFlags,
     #[command(flatten)]
     http: HttpArgs,
+    /// Who may read /metrics.
+    #[arg(long, value_enum, default_value_t = MetricsAuth::None)]
+    metrics_auth: MetricsAuth,
     #[command(flatten, next_help_heading = "Traces")]
     traces: TraceArgs,
 }
@@ -163,6 +167,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 hypervisors: args.hypervisors,
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
+                metrics_auth: args.metrics_auth,
             })
             .await;
             if let Some(flush) = flush {

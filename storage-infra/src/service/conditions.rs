@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use infra_api::{AttachmentId, Change, Condition, EventKind, NodeRef, PoolName, VolumeId};
+use infra_api::{AttachmentId, Change, Condition, ConditionCause, EventKind, NodeRef, PoolName, VolumeId};
 use uuid::Uuid;
 
 use super::core::Core;
@@ -82,13 +82,24 @@ impl Conditions {
     /// A volume's condition: whether its data is available.
     pub(super) fn of(&self, id: &VolumeId) -> Condition {
         let errors = self.known();
-        let lost = || errors.lost.values().find(|(volume, _)| volume == id).map(|(_, message)| message);
-        let unexpected =
-            || errors.unexpected_disks.iter().find(|(of, _)| of == id).map(|(_, one)| &one.message);
-        let paused = || errors.paused.values().find_map(|volumes| volumes.get(id));
-        let known = errors.volumes.get(id);
-        let message = known.or_else(paused).or_else(lost).or_else(unexpected).cloned();
-        Condition { healthy: message.is_none(), message }
+        // The error of a pool is that of all its volumes.
+        let of_pool = |message: &String| errors.pools.values().any(|why| message.ends_with(why.as_str()));
+        let data = errors.volumes.get(id).map(|message| match of_pool(message) {
+            true => (ConditionCause::Pool, message),
+            false => (ConditionCause::File, message),
+        });
+        let paused = || Some((ConditionCause::Paused, errors.paused.values().find_map(|all| all.get(id))?));
+        let lost = || {
+            let (_, message) = errors.lost.values().find(|(volume, _)| volume == id)?;
+            Some((ConditionCause::DiskLost, message))
+        };
+        let unexpected = || {
+            let (_, one) = errors.unexpected_disks.iter().find(|(of, _)| of == id)?;
+            Some((ConditionCause::UnexpectedDisk, &one.message))
+        };
+        let found = data.or_else(paused).or_else(lost).or_else(unexpected);
+        let (cause, message) = found.map(|(cause, message)| (cause, message.clone())).unzip();
+        Condition { healthy: message.is_none(), cause, message }
     }
 
     /// Records that a disk disappeared from a running VM. False if that is known.

@@ -20,4 +20,6 @@ pub use list::List;
 pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
 pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
-pub use volumes::{Condition, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec, VolumeState};
+pub use volumes::{
+    Condition, ConditionCause, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec, VolumeState,
+};

@@ -121,20 +121,42 @@ impl fmt::Display for VolumeState {
     }
 }
 
+/// Why a volume is unhealthy: a closed list for programs to decide on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ConditionCause {
+    /// The pool is unhealthy.
+    Pool,
+    /// The file is missing.
+    File,
+    /// A VM is paused because the volume got no space.
+    Paused,
+    /// The disk disappeared from a running VM.
+    DiskLost,
+    /// A VM has the disk without an attachment.
+    UnexpectedDisk,
+    /// A cause that this client version does not know.
+    #[serde(other)]
+    Other,
+}
+
 /// Health of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
     /// Whether the volume's data exists in its pool and can be reached.
     pub healthy: bool,
-    /// What is wrong, and with which pool, file or disk.
+    /// Kind of the fault, if the volume is unhealthy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<ConditionCause>,
+    /// What is wrong, and with which pool, file or disk. For the platform team: it names objects of others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
 impl Default for Condition {
     fn default() -> Self {
-        Self { healthy: true, message: None }
+        Self { healthy: true, cause: None, message: None }
     }
 }
 

@@ -79,12 +79,14 @@ pub(crate) enum DeleteError {
     #[error("nothing was deleted: {0}")]
     Replaced(Incompatible),
     /// The disk is attached.
-    #[error("volume {claim} is attached to VirtualMachine {vm_name}: detach it first")]
+    #[error("volume {claim} is attached to {holder}: detach it first")]
     Attached {
         /// Name of the management claim.
         claim: ClaimName,
         /// Name of the VM.
         vm_name: VmName,
+        /// The VM in the message, without the name if it is another guest's.
+        holder: String,
     },
     /// The deadline passed; the deletion continues.
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is deleted{detail}")]
@@ -217,8 +219,9 @@ impl Provisioner {
             let volume = claim.spec.volume_name.clone().unwrap_or_default();
             return Err(DeleteError::Retained { claim: claim_name(), volume });
         }
-        if let Some(vm_name) = self.vms.using(name).first() {
-            return Err(DeleteError::Attached { claim: claim_name(), vm_name: vm_name.clone() });
+        if let Some(vm_name) = self.vms.using(name).into_iter().next() {
+            let holder = self.vms.describe(&vm_name);
+            return Err(DeleteError::Attached { claim: claim_name(), vm_name, holder });
         }
         let guests = self.consumers.others(claim);
         if !guests.is_empty() {

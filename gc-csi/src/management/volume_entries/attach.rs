@@ -43,6 +43,8 @@ pub(crate) struct Attached {
     pub disk: AttachedDisk,
     /// Name of the management PersistentVolume.
     pub volume: String,
+    /// Whether several guests use the volume.
+    pub shared: bool,
 }
 
 /// Why a disk is not attached.
@@ -67,13 +69,15 @@ pub(crate) enum AttachError {
     NotBound(ClaimName),
     /// The disk is attached to another VM.
     #[error(
-        "volume {claim} is attached to VirtualMachine {vm_name}, and its access mode allows one node: detach it there first{detail}"
+        "volume {claim} is attached to {holder}, and its access mode allows one node: detach it there first{detail}"
     )]
     InUse {
         /// Name of the management claim.
         claim: ClaimName,
         /// Name of the VM that has the disk.
         vm_name: VmName,
+        /// The VM in the message, without the name if it is another guest's.
+        holder: String,
         /// Error of the detach there, or empty.
         detail: String,
     },
@@ -146,7 +150,8 @@ impl VolumeEntries {
             return Err(AttachError::VmNotFound(vm_name.clone()));
         };
         let bound = self.claims.usable(claim).filter(|(claim, _)| is_bound(claim));
-        let Some(volume) = bound.and_then(|(claim, _)| bound_to(&claim)) else {
+        let volume = bound.and_then(|(claim, _)| Some((bound_to(&claim)?, self.consumers.is_shared(&claim))));
+        let Some((volume, shared)) = volume else {
             return Err(AttachError::NotBound(claim.clone()));
         };
         let entry = claim.entry();
@@ -157,7 +162,8 @@ impl VolumeEntries {
             && let Some(other) = others.into_iter().next()
         {
             let detail = self.vms.last_error(&other, &entry);
-            return Err(AttachError::InUse { claim: claim.clone(), vm_name: other, detail });
+            let holder = self.vms.describe(&other);
+            return Err(AttachError::InUse { claim: claim.clone(), vm_name: other, holder, detail });
         }
         let consumer = Consumer::of(volumes).unwrap_or_else(|| Consumer::new("", *read_only));
         self.consumers.record(claim, &consumer).await?;
@@ -178,7 +184,7 @@ impl VolumeEntries {
             self.claims.check_compatible(claim, requirements)?;
         }
         self.attached.record(disk_key(claim, vm_name), vm.metadata.uid.as_deref().unwrap_or_default());
-        Ok(Attached { disk, volume })
+        Ok(Attached { disk, volume, shared })
     }
 
     /// Adds or confirms the entry, after a previous detach has completed: its end would detach the disk again.

@@ -23,7 +23,7 @@ use super::super::limiter::PER_VM;
 use super::*;
 use crate::cluster::Cluster;
 use crate::infra::{
-    AttachedDisk, CreateError, DeleteError, ExpandError, LimitError, ParsedId, SnapshotError,
+    AttachedDisk, CreateError, DeleteError, ExpandError, LimitError, Message, ParsedId, SnapshotError,
     parse_attachment_id,
 };
 use crate::ownership::UnlabelledVms;
@@ -69,7 +69,7 @@ impl StorageInfra for Failing {
             self.all_called.wait().await;
             self.attachments.changed(attachment(&key.name, NEXT_UID, "2"));
         }
-        Err(DetachError(Indeterminate::Failed("busy".to_owned())))
+        Err(DetachError(Indeterminate::Failed(Message::own("busy"))))
     }
 
     async fn create_volume(&self, _: &VolumeId, _: &VolumeSpec, _: Deadline) -> Result<Volume, CreateError> {

@@ -3,8 +3,8 @@
 use infra_api::{ClientError, ObjectKind, Problem, ProblemCode};
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
-    SnapshotError,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
+    ReadError, SnapshotError,
 };
 
 impl From<ClientError> for Indeterminate {
@@ -18,10 +18,10 @@ impl From<ClientError> for CreateError {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             // A missing pool is an invalid parameter.
-            ProblemCode::NotFound if is_source(problem) => Self::SourceNotFound(text(problem)),
-            ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(text(problem)),
-            ProblemCode::Exists => Self::Different(text(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(text(problem)),
+            ProblemCode::NotFound if is_source(problem) => Self::SourceNotFound(Message::of(problem)),
+            ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(Message::of(problem)),
+            ProblemCode::Exists => Self::Different(Message::of(problem)),
+            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
             // ReadOnly does not tell the result of an earlier request with this ID, so it is not final either.
             ProblemCode::InUse
             | ProblemCode::Ended
@@ -29,7 +29,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -38,7 +38,7 @@ impl From<ClientError> for DeleteError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::InUse => Self::InUse(text(problem)),
+            ProblemCode::InUse => Self::InUse(Message::of(problem)),
             ProblemCode::Invalid
             | ProblemCode::NotFound
             | ProblemCode::Exists
@@ -48,7 +48,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -57,17 +57,17 @@ impl From<ClientError> for SnapshotError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::Invalid => Self::Invalid(text(problem)),
-            ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
-            ProblemCode::Exists => Self::Different(text(problem)),
-            ProblemCode::InUse => Self::InUse(text(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(text(problem)),
+            ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
+            ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
+            ProblemCode::Exists => Self::Different(Message::of(problem)),
+            ProblemCode::InUse => Self::InUse(Message::of(problem)),
+            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
             ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -76,10 +76,10 @@ impl From<ClientError> for ExpandError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::Invalid => Self::Invalid(text(problem)),
-            ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
-            ProblemCode::InUse => Self::InUse(text(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(text(problem)),
+            ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
+            ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
+            ProblemCode::InUse => Self::InUse(Message::of(problem)),
+            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
             // Exists: the volume was expanded between the read and this call; a retry succeeds.
             ProblemCode::Exists
             | ProblemCode::Ended
@@ -87,7 +87,7 @@ impl From<ClientError> for ExpandError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -96,8 +96,8 @@ impl From<ClientError> for LimitError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::Invalid => Self::Invalid(text(problem)),
-            ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
+            ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
+            ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
             ProblemCode::Exists
             | ProblemCode::InUse
             | ProblemCode::Ended
@@ -106,7 +106,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -115,7 +115,7 @@ impl From<ClientError> for ReadError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(text(problem)),
+            ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(Message::of(problem)),
             ProblemCode::Exists
             | ProblemCode::InUse
             | ProblemCode::Ended
@@ -124,7 +124,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -133,14 +133,16 @@ impl From<ClientError> for AttachError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match (problem.code, problem.what) {
-            (ProblemCode::NotFound, Some(ObjectKind::Volume)) => Self::VolumeNotFound(text(problem)),
-            (ProblemCode::NotFound, Some(ObjectKind::Node)) => Self::NodeNotFound(text(problem)),
-            (ProblemCode::InUse, _) => Self::InUse(text(problem)),
-            (ProblemCode::Exists, _) => Self::Conflict(text(problem)),
-            (ProblemCode::Ended, _) => Self::IdDeleted(text(problem)),
-            (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(text(problem)),
-            (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(text(problem)),
-            (ProblemCode::Invalid, _) => Self::Invalid(text(problem)),
+            (ProblemCode::NotFound, Some(ObjectKind::Volume)) => Self::VolumeNotFound(Message::of(problem)),
+            (ProblemCode::NotFound, Some(ObjectKind::Node)) => Self::NodeNotFound(Message::of(problem)),
+            (ProblemCode::InUse, _) => {
+                Self::InUse { message: Message::of(problem), nodes: problem.nodes.clone() }
+            }
+            (ProblemCode::Exists, _) => Self::Conflict(Message::of(problem)),
+            (ProblemCode::Ended, _) => Self::IdDeleted(Message::of(problem)),
+            (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(Message::of(problem)),
+            (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(Message::of(problem)),
+            (ProblemCode::Invalid, _) => Self::Invalid(Message::of(problem)),
             (
                 ProblemCode::NotFound
                 | ProblemCode::OutOfSpace
@@ -148,7 +150,7 @@ impl From<ClientError> for AttachError {
                 | ProblemCode::Unavailable
                 | ProblemCode::Internal,
                 _,
-            ) => Self::Indeterminate(Indeterminate::Failed(text(problem))),
+            ) => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }
@@ -156,11 +158,7 @@ impl From<ClientError> for AttachError {
 impl From<ClientError> for DetachError {
     fn from(error: ClientError) -> Self {
         // Only a success from the storage infra completes a detach; after any other answer its result is unknown.
-        Self(
-            error
-                .problem()
-                .map_or_else(|| indeterminate(&error), |problem| Indeterminate::Failed(text(problem))),
-        )
+        Self(indeterminate(&error).with(Message::of_detach(&error)))
     }
 }
 
@@ -171,43 +169,14 @@ fn is_source(problem: &Problem) -> bool {
 
 /// Converts an error that has no problem document.
 fn indeterminate(error: &ClientError) -> Indeterminate {
+    let message = Message::of_client(error);
     match error {
-        ClientError::Problem { problem, .. } => Indeterminate::Failed(text(problem)),
-        ClientError::Connect { server, source, .. } => Indeterminate::Unreachable(format!(
-            "failed to connect to the storage infra at {server}: {}",
-            kube_kit::client::chain(source)
-        )),
-        ClientError::Config(text) => Indeterminate::Unreachable(text.clone()),
-        ClientError::Timeout { server, .. } => Indeterminate::TimedOut(format!(
-            "the storage infra at {server} did not respond in time; the operation may have taken effect"
-        )),
-        ClientError::InProgress { progress, .. } => {
-            Indeterminate::TimedOut(format!("the storage infra has not finished yet: {progress}"))
+        ClientError::Connect { .. } | ClientError::Config(_) => Indeterminate::Unreachable(message),
+        ClientError::Timeout { .. } | ClientError::InProgress { .. } => Indeterminate::TimedOut(message),
+        ClientError::Problem { .. } | ClientError::Interrupted { .. } | ClientError::Malformed { .. } => {
+            Indeterminate::Failed(message)
         }
-        ClientError::Interrupted { server, .. } => Indeterminate::Failed(format!(
-            "the connection to the storage infra at {server} broke before the response; the operation may have taken effect"
-        )),
-        ClientError::Malformed { call, status, expected, reason, .. } => Indeterminate::Failed(format!(
-            "the response of the storage infra to {call} (HTTP {status}) is not a valid {expected}: {reason}; check that \
-             --infra-url is the storage infra API in a supported version"
-        )),
     }
-}
-
-/// The detail of a problem, with the nodes it lists unless the detail names them.
-fn text(problem: &Problem) -> String {
-    let mut text = if problem.detail.is_empty() {
-        // storage-infra always sets the detail, so this is another server.
-        format!("the storage infra answered HTTP {} ({}) without a detail", problem.status, problem.code)
-    } else {
-        problem.detail.clone()
-    };
-    let unnamed: Vec<String> =
-        problem.nodes.iter().filter(|node| !text.contains(&node.name)).map(ToString::to_string).collect();
-    if !unnamed.is_empty() {
-        text = format!("{text} (in use by {})", unnamed.join(", "));
-    }
-    text
 }
 
 #[cfg(test)]
@@ -254,23 +223,23 @@ mod tests {
     }
 
     #[test]
-    fn out_of_space_gives_resource_exhausted_with_the_detail() {
+    fn out_of_space_gives_resource_exhausted() {
         let status = Status::from(CreateError::from(problem(ProblemCode::OutOfSpace)));
-        assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, "text"));
+        assert_eq!(status.code(), Code::ResourceExhausted);
     }
 
     #[test]
     fn a_refused_snapshot_gives_a_final_code_so_that_it_can_be_deleted() {
         for code in [ProblemCode::InUse, ProblemCode::OutOfSpace] {
             let status = Status::from(SnapshotError::from(problem(code)));
-            assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "text"), "{code}");
+            assert_eq!(status.code(), Code::FailedPrecondition, "{code}");
         }
     }
 
     #[test]
     fn a_volume_that_cannot_be_expanded_while_attached_gives_failed_precondition() {
         let status = Status::from(ExpandError::from(problem(ProblemCode::InUse)));
-        assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "text"));
+        assert_eq!(status.code(), Code::FailedPrecondition);
     }
 
     #[test]

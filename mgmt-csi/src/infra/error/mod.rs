@@ -2,8 +2,12 @@
 //! failure has the same text and is written to an object once.
 
 mod from_client;
+mod message;
 
-use tonic::Status;
+use infra_api::NodeRef;
+use tonic::{Code, Status};
+
+pub use message::Message;
 
 /// The result is unknown: the operation may have happened or may still happen. No final code may be returned; a retry of the
 /// same call returns the result.
@@ -11,22 +15,43 @@ use tonic::Status;
 pub enum Indeterminate {
     /// The connection failed.
     #[error("{0}")]
-    Unreachable(String),
+    Unreachable(Message),
     /// The caller's deadline passed first.
     #[error("{0}")]
-    TimedOut(String),
+    TimedOut(Message),
     /// The storage infra failed temporarily, broke the connection, or gave an invalid answer.
     #[error("{0}")]
-    Failed(String),
+    Failed(Message),
+}
+
+impl Indeterminate {
+    /// What failed.
+    pub fn message(&self) -> &Message {
+        let (Self::Unreachable(text) | Self::TimedOut(text) | Self::Failed(text)) = self;
+        text
+    }
+
+    /// The same kind of failure with another message.
+    fn with(self, message: Message) -> Self {
+        match self {
+            Self::Unreachable(_) => Self::Unreachable(message),
+            Self::TimedOut(_) => Self::TimedOut(message),
+            Self::Failed(_) => Self::Failed(message),
+        }
+    }
+
+    /// The sidecars treat both codes as "may still be running" and retry with the same name.
+    fn code(&self) -> Code {
+        match self {
+            Self::Unreachable(_) | Self::Failed(_) => Code::Unavailable,
+            Self::TimedOut(_) => Code::DeadlineExceeded,
+        }
+    }
 }
 
 impl From<Indeterminate> for Status {
     fn from(error: Indeterminate) -> Self {
-        match error {
-            // The sidecars treat both codes as "may still be running" and retry with the same name.
-            Indeterminate::Unreachable(text) | Indeterminate::Failed(text) => Status::unavailable(text),
-            Indeterminate::TimedOut(text) => Status::deadline_exceeded(text),
-        }
+        error.message().clone().status(error.code())
     }
 }
 
@@ -35,16 +60,16 @@ impl From<Indeterminate> for Status {
 pub enum CreateError {
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The volume content source does not exist.
     #[error("{0}")]
-    SourceNotFound(String),
+    SourceNotFound(Message),
     /// A volume with this ID and other parameters exists.
     #[error("{0}")]
-    Different(String),
+    Different(Message),
     /// No pool has enough capacity.
     #[error("{0}")]
-    OutOfSpace(String),
+    OutOfSpace(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -54,13 +79,13 @@ impl From<CreateError> for Status {
     fn from(error: CreateError) -> Self {
         match error {
             // Final: the storage infra did nothing, and a retry cannot succeed.
-            CreateError::Invalid(text) => Status::invalid_argument(text),
+            CreateError::Invalid(text) => text.status(Code::InvalidArgument),
             // Final: the specification's code for a source that does not exist.
-            CreateError::SourceNotFound(text) => Status::not_found(text),
+            CreateError::SourceNotFound(text) => text.status(Code::NotFound),
             // Final: the specification's code for a name that is taken by an incompatible volume.
-            CreateError::Different(text) => Status::already_exists(text),
+            CreateError::Different(text) => text.status(Code::AlreadyExists),
             // Nothing was created. csi-provisioner retries, because capacity may become available.
-            CreateError::OutOfSpace(text) => Status::resource_exhausted(text),
+            CreateError::OutOfSpace(text) => text.status(Code::ResourceExhausted),
             CreateError::Indeterminate(inner) => inner.into(),
         }
     }
@@ -71,18 +96,19 @@ impl From<CreateError> for Status {
 pub enum DeleteError {
     /// It is in use, for instance attached to a VM.
     #[error("{0}")]
-    InUse(String),
+    InUse(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
 }
 
 impl From<DeleteError> for Status {
+    /// With the complete text: the sidecars report it on the PersistentVolume or VolumeSnapshotContent, which no guest can read.
     fn from(error: DeleteError) -> Self {
         match error {
             // The specification's code for a volume in use. Nothing was deleted.
-            DeleteError::InUse(text) => Status::failed_precondition(text),
-            DeleteError::Indeterminate(inner) => inner.into(),
+            DeleteError::InUse(text) => Status::failed_precondition(text.to_string()),
+            DeleteError::Indeterminate(inner) => Status::new(inner.code(), inner.to_string()),
         }
     }
 }
@@ -92,19 +118,19 @@ impl From<DeleteError> for Status {
 pub enum SnapshotError {
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The volume does not exist.
     #[error("{0}")]
-    VolumeNotFound(String),
+    VolumeNotFound(Message),
     /// A snapshot of another volume has this ID.
     #[error("{0}")]
-    Different(String),
+    Different(Message),
     /// The volume cannot be copied while a VM may write to it.
     #[error("{0}")]
-    InUse(String),
+    InUse(Message),
     /// The pool of the volume has not enough capacity.
     #[error("{0}")]
-    OutOfSpace(String),
+    OutOfSpace(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -113,13 +139,15 @@ pub enum SnapshotError {
 impl From<SnapshotError> for Status {
     fn from(error: SnapshotError) -> Self {
         match error {
-            SnapshotError::Invalid(text) => Status::invalid_argument(text),
+            SnapshotError::Invalid(text) => text.status(Code::InvalidArgument),
             // The specification's code for a source that does not exist.
-            SnapshotError::VolumeNotFound(text) => Status::not_found(text),
-            SnapshotError::Different(text) => Status::already_exists(text),
+            SnapshotError::VolumeNotFound(text) => text.status(Code::NotFound),
+            SnapshotError::Different(text) => text.status(Code::AlreadyExists),
             // Nothing was created, and csi-snapshotter retries. With RESOURCE_EXHAUSTED, csi-snapshotter would assume that the
             // snapshot may still be in progress, and would not let it be deleted.
-            SnapshotError::InUse(text) | SnapshotError::OutOfSpace(text) => Status::failed_precondition(text),
+            SnapshotError::InUse(text) | SnapshotError::OutOfSpace(text) => {
+                text.status(Code::FailedPrecondition)
+            }
             SnapshotError::Indeterminate(inner) => inner.into(),
         }
     }
@@ -130,16 +158,16 @@ impl From<SnapshotError> for Status {
 pub enum ExpandError {
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The volume does not exist.
     #[error("{0}")]
-    VolumeNotFound(String),
+    VolumeNotFound(Message),
     /// The volume cannot be expanded while attached in its current way. Nothing was changed.
     #[error("{0}")]
-    InUse(String),
+    InUse(Message),
     /// The pool of the volume has not enough capacity. Nothing was changed.
     #[error("{0}")]
-    OutOfSpace(String),
+    OutOfSpace(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -148,13 +176,13 @@ pub enum ExpandError {
 impl From<ExpandError> for Status {
     fn from(error: ExpandError) -> Self {
         match error {
-            ExpandError::Invalid(text) => Status::invalid_argument(text),
-            ExpandError::VolumeNotFound(text) => Status::not_found(text),
+            ExpandError::Invalid(text) => text.status(Code::InvalidArgument),
+            ExpandError::VolumeNotFound(text) => text.status(Code::NotFound),
             // The specification's code for a volume that must be unpublished first.
-            ExpandError::InUse(text) => Status::failed_precondition(text),
+            ExpandError::InUse(text) => text.status(Code::FailedPrecondition),
             // csi-resizer treats RESOURCE_EXHAUSTED as "may still be expanding", and then the claim cannot be reset to a
             // smaller size. OUT_OF_RANGE means that nothing happened.
-            ExpandError::OutOfSpace(text) => Status::out_of_range(text),
+            ExpandError::OutOfSpace(text) => text.status(Code::OutOfRange),
             ExpandError::Indeterminate(inner) => inner.into(),
         }
     }
@@ -165,10 +193,10 @@ impl From<ExpandError> for Status {
 pub enum LimitError {
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The volume does not exist.
     #[error("{0}")]
-    VolumeNotFound(String),
+    VolumeNotFound(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -177,8 +205,8 @@ pub enum LimitError {
 impl From<LimitError> for Status {
     fn from(error: LimitError) -> Self {
         match error {
-            LimitError::Invalid(text) => Status::invalid_argument(text),
-            LimitError::VolumeNotFound(text) => Status::not_found(text),
+            LimitError::Invalid(text) => text.status(Code::InvalidArgument),
+            LimitError::VolumeNotFound(text) => text.status(Code::NotFound),
             LimitError::Indeterminate(inner) => inner.into(),
         }
     }
@@ -189,7 +217,7 @@ impl From<LimitError> for Status {
 pub enum ReadError {
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The storage infra gave no answer.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -198,7 +226,7 @@ pub enum ReadError {
 impl From<ReadError> for Status {
     fn from(error: ReadError) -> Self {
         match error {
-            ReadError::Invalid(text) => Status::invalid_argument(text),
+            ReadError::Invalid(text) => text.status(Code::InvalidArgument),
             ReadError::Indeterminate(inner) => inner.into(),
         }
     }
@@ -209,28 +237,33 @@ impl From<ReadError> for Status {
 pub enum AttachError {
     /// The volume does not exist.
     #[error("{0}")]
-    VolumeNotFound(String),
+    VolumeNotFound(Message),
     /// The node is not registered in the storage infra.
     #[error("{0}")]
-    NodeNotFound(String),
-    /// The volume is attached to another VM.
-    #[error("{0}")]
-    InUse(String),
+    NodeNotFound(Message),
+    /// The volume is attached to another VM, or is being copied.
+    #[error("{message}")]
+    InUse {
+        /// What failed.
+        message: Message,
+        /// The VMs that have it.
+        nodes: Vec<NodeRef>,
+    },
     /// The attachment ID exists with another volume or node.
     #[error("{0}")]
-    Conflict(String),
+    Conflict(Message),
     /// The attachment ID was deleted and cannot be reused.
     #[error("{0}")]
-    IdDeleted(String),
+    IdDeleted(Message),
     /// The VM is not running.
     #[error("{0}")]
-    NodeNotRunning(String),
+    NodeNotRunning(Message),
     /// The VM has the maximum number of disks.
     #[error("{0}")]
-    TooManyDisks(String),
+    TooManyDisks(Message),
     /// The request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Message),
     /// The result is unknown.
     #[error(transparent)]
     Indeterminate(#[from] Indeterminate),
@@ -240,3 +273,30 @@ pub enum AttachError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
 pub struct DetachError(#[from] pub Indeterminate);
+
+impl AttachError {
+    /// What failed.
+    pub fn message(&self) -> &Message {
+        match self {
+            Self::VolumeNotFound(text)
+            | Self::NodeNotFound(text)
+            | Self::InUse { message: text, .. }
+            | Self::Conflict(text)
+            | Self::IdDeleted(text)
+            | Self::NodeNotRunning(text)
+            | Self::TooManyDisks(text)
+            | Self::Invalid(text) => text,
+            Self::Indeterminate(inner) => inner.message(),
+        }
+    }
+}
+
+impl ReadError {
+    /// What failed.
+    pub fn message(&self) -> &Message {
+        match self {
+            Self::Invalid(text) => text,
+            Self::Indeterminate(inner) => inner.message(),
+        }
+    }
+}

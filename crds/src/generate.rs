@@ -3,12 +3,16 @@
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
+use crate::storage_budget::StorageBudget;
 use crate::virtual_machine::{MAX_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
 use crate::volume_attachment::VolumeAttachment;
 
+/// Maximum number of classes in a StorageBudget.
+const MAX_CLASSES: usize = 64;
+
 /// All CustomResourceDefinitions as (file name, YAML text): the expected contents of `crds/yaml/`.
 pub fn all() -> Vec<(String, String)> {
-    [virtual_machine(), volume_attachment()]
+    [storage_budget(), virtual_machine(), volume_attachment()]
         .into_iter()
         .map(|crd| {
             let name = crd["metadata"]["name"].as_str().unwrap_or_default().to_owned();
@@ -29,8 +33,7 @@ fn virtual_machine() -> Value {
     for part in ["spec", "status"] {
         schema[part]["x-kubernetes-preserve-unknown-fields"] = json!(true);
         let volumes = &mut schema[part]["properties"]["volumes"];
-        volumes["x-kubernetes-list-type"] = json!("map");
-        volumes["x-kubernetes-list-map-keys"] = json!(["name"]);
+        map_list(volumes, "name");
         volumes["items"]["x-kubernetes-preserve-unknown-fields"] = json!(true);
     }
     // No limit on the status: it also lists the disks that are being detached.
@@ -49,6 +52,43 @@ fn virtual_machine() -> Value {
     crd
 }
 
+/// Notation of sizes: as for quantities, without signs and exponents.
+const SIZE: &str = "^[0-9]+(\\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?$";
+
+fn storage_budget() -> Value {
+    let mut crd = to_value(&StorageBudget::crd());
+    let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
+    let spec = &mut schema["spec"]["properties"];
+    spec["clusterId"]["pattern"] = json!("^[a-zA-Z0-9]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?$");
+    spec["clusterId"]["maxLength"] = json!(63);
+    spec["clusterId"]["x-kubernetes-validations"] = json!([{
+        "rule": "self == oldSelf",
+        "message": "clusterId is immutable; create another StorageBudget",
+    }]);
+    for count in ["volumes", "snapshots", "snapshotsPerVolume"] {
+        spec[count]["minimum"] = json!(0);
+    }
+    spec["bytes"]["pattern"] = json!(SIZE);
+    let classes = &mut spec["classes"];
+    map_list(classes, "name");
+    classes["maxItems"] = json!(MAX_CLASSES);
+    let class = &mut classes["items"]["properties"];
+    class["name"]["minLength"] = json!(1);
+    class["name"]["maxLength"] = json!(253);
+    class["volumes"]["minimum"] = json!(0);
+    class["bytes"]["pattern"] = json!(SIZE);
+    let status = &mut schema["status"]["properties"];
+    map_list(&mut status["conditions"], "type");
+    map_list(&mut status["used"]["properties"]["classes"], "name");
+    crd
+}
+
+/// Makes a list a map by this field of its items.
+fn map_list(list: &mut Value, key: &str) {
+    list["x-kubernetes-list-type"] = json!("map");
+    list["x-kubernetes-list-map-keys"] = json!([key]);
+}
+
 fn volume_attachment() -> Value {
     let mut crd = to_value(&VolumeAttachment::crd());
     let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
@@ -60,9 +100,7 @@ fn volume_attachment() -> Value {
         schema["spec"]["properties"][field]["minLength"] = json!(1);
         schema["spec"]["properties"][field]["maxLength"] = json!(longest);
     }
-    let conditions = &mut schema["status"]["properties"]["conditions"];
-    conditions["x-kubernetes-list-type"] = json!("map");
-    conditions["x-kubernetes-list-map-keys"] = json!(["type"]);
+    map_list(&mut schema["status"]["properties"]["conditions"], "type");
     crd
 }
 

@@ -6,9 +6,13 @@
 mod reason;
 pub mod generate;
 pub mod names;
+mod storage_budget;
 mod virtual_machine;
 mod volume_attachment;
 
+pub use storage_budget::{
+    BudgetReason, BudgetUsage, ClassBudget, ClassUsage, StorageBudget, StorageBudgetSpec, StorageBudgetStatus,
+};
 pub use virtual_machine::{
     MAX_VOLUMES, PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS,
     VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,

@@ -71,6 +71,8 @@ pub enum Command {
     Attachments(ListArgs),
     /// Lists the free capacity per class and zone that mgmt-csi publishes.
     Pools(PoolsArgs),
+    /// Lists what each guest uses of the storage infra, and what its StorageBudget allows.
+    Usage(ListArgs),
     /// Lists objects without a counterpart in the other cluster. Removes nothing.
     #[command(
         after_help = "Reads the objects of both clusters only. `mgmt-csi orphans` also compares them with the storage \

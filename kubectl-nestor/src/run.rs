@@ -20,6 +20,7 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
         Command::Vms(args) => lists::vms::run(&clusters, args.output).await,
         Command::Attachments(args) => lists::attachments::run(&clusters, args.output).await,
         Command::Pools(args) => lists::pools::run(&clusters, args).await,
+        Command::Usage(args) => lists::usage::run(&clusters, args.output).await,
         Command::Orphans(args) => lists::orphans::run(&clusters, args.output).await,
         Command::Check(args) => check::run(&clusters, args.output).await,
         Command::Bundle(args) => bundle::run(&clusters, args).await,

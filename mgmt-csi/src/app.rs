@@ -24,10 +24,12 @@ use tonic::service::Routes;
 
 use crate::attachment::AttachController;
 use crate::attachment::fence::Fence;
+use crate::budgets::{Budgets, VolumeOwners};
 use crate::capacity::Capacity;
 use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
+use crate::controller::limits::DefaultLimits;
 use crate::infra::{Rest, StorageInfra, monitor, subscribe};
 use crate::ownership;
 use crate::repair::{self, Repair};
@@ -49,6 +51,8 @@ pub struct Args {
     /// What to do with a VM whose guest node has the out-of-service taint and that does not release a disk to detach.
     #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
     fence: Fence,
+    #[command(flatten)]
+    limits: DefaultLimits,
     #[command(flatten)]
     ownership: ownership::OwnershipArgs,
     #[command(flatten)]
@@ -76,10 +80,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
     let claims = ClaimController::new(&mut registry, &cluster);
-    let capacity = Capacity::default();
+    let owners = VolumeOwners::new(&cluster);
+    let (capacity, budgets) = (Capacity::default(), Budgets::default());
     let caches = (cluster.claims(), cluster.volumes());
     let traces = Traces::new(&client);
-    let cluster = traces.watch(claims.watch(attach.watch(cluster)));
+    let cluster = owners.watch(traces.watch(claims.watch(attach.watch(cluster))));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("start-up", "not complete yet");
@@ -91,7 +96,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone(), ready.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
-    let controller = Controller::new(infra.clone(), client.clone(), caches.clone(), traces);
+    let controller =
+        Controller::new(infra.clone(), client.clone(), caches.clone(), args.limits.into(), traces);
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();
@@ -112,6 +118,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         repair.on_infra_event(),
         attach.on_infra_event(),
         capacity.on_infra_event(),
+        budgets.on_infra_event(),
+        owners.on_infra_event(),
     );
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
@@ -124,6 +132,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .capacity_namespace
             .as_deref()
             .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
+        let budgets = budgets.start(client.clone(), infra.clone(), &ready, stop.clone());
         let leading = async {
             let Some(attachments) = attachments.await else { return };
             let shared = attachments.shared();
@@ -136,7 +145,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 };
                 let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
                 let claims = claims.run(&shared, stop.clone());
-                tokio::join!(attach, attachments.record_guests(), claims, publish);
+                let owners = owners.run(&*infra, stop.clone());
+                tokio::join!(attach, attachments.record_guests(), claims, publish, budgets.run(), owners);
             };
             election.lead(&ready, &stop, term).await;
         };
@@ -148,6 +158,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 on_infra_event.1(event);
                 on_infra_event.2(event);
                 on_infra_event.3(event);
+                on_infra_event.4(event);
+                on_infra_event.5(event);
             },
             stop.clone(),
         );

@@ -146,6 +146,12 @@ pub(crate) fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Opt
     claim.metadata.annotations.as_ref()?.get(key).map(String::as_str)
 }
 
+/// StorageClass of a claim, as Kubernetes and csi-provisioner determine it: the deprecated annotation overrides the field.
+pub(crate) fn storage_class(claim: &PersistentVolumeClaim) -> Option<&str> {
+    let field = claim.spec.storage_class_name.as_deref();
+    annotation(claim, "volume.beta.kubernetes.io/storage-class").or(field).filter(|name| !name.is_empty())
+}
+
 /// Whether a claim has the finalizer of this driver.
 pub(crate) fn has_finalizer(claim: &PersistentVolumeClaim) -> bool {
     claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_ATTACHED)
@@ -171,6 +177,7 @@ pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
 
 /// Drops all fields of a claim that this driver does not read.
 pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
+    let storage_class_name = storage_class(claim).map(str::to_owned);
     let annotations = claim.metadata.annotations.take().map(|mut all| {
         let read = [
             ANNOTATION_RECLAIM_POLICY,
@@ -194,6 +201,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.spec = PersistentVolumeClaimSpec {
         volume_name: spec.volume_name,
         volume_mode: spec.volume_mode,
+        storage_class_name,
         access_modes: spec.access_modes,
         ..Default::default()
     };
@@ -217,6 +225,7 @@ fn trim_volume(volume: &mut PersistentVolume) {
     let spec = std::mem::take(&mut volume.spec);
     volume.spec = PersistentVolumeSpec {
         persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
+        storage_class_name: spec.storage_class_name,
         csi: spec.csi,
         claim_ref: spec.claim_ref,
         ..Default::default()

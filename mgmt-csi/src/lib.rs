@@ -3,6 +3,7 @@
 
 pub mod app;
 pub mod attachment;
+pub mod budgets;
 pub mod capacity;
 pub mod claims;
 pub mod cluster;

@@ -5,6 +5,7 @@
 //! | [`api`] | HTTP handlers; translation only |
 //! | [`service`] | operations: locks, intents, repair |
 //! | [`catalog`] | durable state (SQLite) |
+//! | [`budget`] | whether a budget allows a request (pure) |
 //! | [`placement`] | pool selection for new volumes (pure) |
 //! | [`engine`] | storage of bytes in a pool |
 //! | [`hypervisor`] | attaching disks to VMs |
@@ -17,6 +18,7 @@ pub mod api;
 pub mod app;
 pub mod audit;
 pub mod backup;
+pub mod budget;
 pub mod catalog;
 pub mod cli;
 pub mod engine;

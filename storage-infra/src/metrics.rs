@@ -1,5 +1,6 @@
 //! Prometheus metrics in the OpenMetrics text format.
 
+mod accounts;
 mod backups;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,6 +15,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+pub use accounts::AccountMetrics;
 pub use backups::BackupMetrics;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -51,6 +53,7 @@ pub struct Metrics(Arc<Inner>);
 struct Inner {
     registry: Registry,
     backups: BackupMetrics,
+    accounts: AccountMetrics,
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
     repairs: Counter,
@@ -127,10 +130,13 @@ impl Default for Metrics {
         let abnormal = pool("volumes_abnormal", "Volumes of the pool whose data is unavailable", None);
         let backups = BackupMetrics::default();
         backups.register(&mut registry);
+        let accounts = AccountMetrics::default();
+        accounts.register(&mut registry);
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
             backups,
+            accounts,
             requests,
             latency,
             repairs,
@@ -163,6 +169,11 @@ impl Metrics {
     /// Metrics of the scheduled backups.
     pub fn backups(&self) -> &BackupMetrics {
         &self.0.backups
+    }
+
+    /// Metrics of accounts.
+    pub fn accounts(&self) -> &AccountMetrics {
+        &self.0.accounts
     }
 
     /// Counts an attachment whose disk was attached again.

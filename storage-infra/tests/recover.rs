@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use infra_api::{Attachment, ProblemCode, Qos, Snapshot, Volume, VolumeSize, VolumeState};
+use infra_api::{Account, Attachment, Owner, ProblemCode, Qos, Snapshot, Volume, VolumeSize, VolumeState};
 use support::*;
 use uuid::Uuid;
 
@@ -39,6 +39,7 @@ async fn populated_server(site: &Site, nodes: &[Uuid]) -> Server {
     let mut labelled = size(MIB);
     labelled.labels = [("claim".to_owned(), "data".to_owned())].into();
     labelled.qos = Qos { iops: Some(100), bytes_per_second: None };
+    labelled.owner = Owner { account: Account::new("g1").unwrap(), class: "gold".into() };
     client.put_volume(&volume("v"), &labelled, SOON).await.unwrap();
     site.write(&volume("v"), b"kept", 0);
     client.put_snapshot(&snapshot("s"), &of(&volume("v")), SOON).await.unwrap();

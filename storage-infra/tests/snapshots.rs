@@ -7,7 +7,7 @@ mod support;
 use std::fs;
 use std::time::Duration;
 
-use infra_api::{ObjectKind, PoolName, ProblemCode, SnapshotSpec, VolumeSize, VolumeState};
+use infra_api::{ObjectKind, PoolName, ProblemCode, VolumeSize, VolumeState};
 use support::*;
 use uuid::Uuid;
 
@@ -410,7 +410,7 @@ async fn a_server_killed_while_taking_snapshots_loses_no_acknowledged_one() {
         let (snap, copy) = (snapshot(&format!("s{round}")), volume(&format!("c{round}")));
         site.write(&id, &round.to_le_bytes(), 0);
         let client = server.client.clone();
-        let spec = SnapshotSpec { volume: id.clone(), labels: infra_api::Labels::new() };
+        let spec = of(&id);
         let (from, to) = (snap.clone(), copy.clone());
         let work = tokio::spawn(async move {
             client.put_snapshot(&from, &spec, SOON).await?;

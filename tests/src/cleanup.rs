@@ -52,6 +52,7 @@ impl Scenario {
             self.start_component(&component).await?;
         }
         self.show_pools()?;
+        self.remove_budgets().await?;
         self.remove_own_namespaces().await?;
         self.remove_accounts().await?;
         self.record_claims().await?;
@@ -64,6 +65,11 @@ impl Scenario {
         self.remove_classes().await?;
         self.no_leftovers().await?;
         self.remove_pools().await
+    }
+
+    async fn remove_budgets(&self) -> Result<()> {
+        let names = std::mem::take(&mut self.created().budgets);
+        delete_all(&[self.budgets()], names).await
     }
 
     async fn remove_management_objects(&self) -> Result<()> {

@@ -5,6 +5,7 @@
 //! either tier or the storage infra still holds any of them.
 
 pub mod browser;
+mod budgets;
 pub mod bytes;
 pub mod chart;
 mod cleanup;

@@ -59,6 +59,7 @@ pub(crate) struct Created {
     pub(crate) attributes_classes: Vec<String>,
     pub(crate) pools: Vec<OwnPool>,
     pub(crate) quotas: BTreeSet<String>,
+    pub(crate) budgets: Vec<String>,
     pub(crate) pool_labels: Vec<(PoolName, String)>,
     pub(crate) stopped: BTreeSet<String>,
     pub(crate) namespaces: Vec<OwnNamespace>,

@@ -97,6 +97,13 @@ impl Scenario {
     /// Creates a snapshot of a management claim with these labels, as the platform team would, and waits until it is
     /// ready.
     pub async fn management_snapshot(&self, labels: &[(&str, &str)], claim: &str) -> Result<String> {
+        let name = self.new_management_snapshot(labels, claim).await?;
+        self.management_snapshot_ready(&name).await?;
+        Ok(name)
+    }
+
+    /// The same without the wait.
+    pub async fn new_management_snapshot(&self, labels: &[(&str, &str)], claim: &str) -> Result<String> {
         let name = self.own_snapshot(unique(&self.name));
         let labels: BTreeMap<_, _> = labels.iter().copied().collect();
         let source = json!({"persistentVolumeClaimName": claim});
@@ -106,12 +113,16 @@ impl Scenario {
             "spec": {"volumeSnapshotClassName": "nestor", "source": source},
         }))?;
         self.snapshots().create(&PostParams::default(), &snapshot).await?;
+        Ok(name)
+    }
+
+    /// Waits until a management snapshot is ready.
+    pub async fn management_snapshot_ready(&self, name: &str) -> Result<()> {
         eventually(&format!("management snapshot {name} ready"), PATIENCE, || async {
-            let status = self.snapshots().get(&name).await?.data["status"].clone();
+            let status = self.snapshots().get(name).await?.data["status"].clone();
             Ok(if status["readyToUse"] == true { Ok(()) } else { Err(status.to_string()) })
         })
-        .await?;
-        Ok(name)
+        .await
     }
 
     /// Creates a snapshot with a CSI call, repeated while the management tier retries; the snapshot is added to the

@@ -7,8 +7,9 @@ use tests::docs::{Block, Directive, Page, Terminal, pages};
 use tests::run;
 
 /// The pages whose commands are run.
-const RUN: [&str; 11] = [
+const RUN: [&str; 12] = [
     "docs/tutorial.md",
+    "docs/guides/budgets.md",
     "docs/guides/expansion.md",
     "docs/guides/guest-deletion.md",
     "docs/guides/quality-of-service.md",
@@ -81,6 +82,11 @@ async fn works(page: &'static str) -> Result<()> {
 #[tokio::test]
 async fn the_tutorial_works() -> Result<()> {
     works("docs/tutorial.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_budgets_works() -> Result<()> {
+    works("docs/guides/budgets.md").await
 }
 
 #[tokio::test]

@@ -12,6 +12,7 @@ mod arm64;
 mod attach;
 mod backup;
 mod bad_input;
+mod budget;
 mod charts;
 mod claim_deletion;
 mod clone;

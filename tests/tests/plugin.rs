@@ -196,6 +196,7 @@ async fn the_lab_passes_the_check() -> Result<()> {
             "CSIDriver guest.csi.nestor.dev",
             "CSIDriver mgmt.csi.nestor.dev",
             "CustomResourceDefinition volumeattachments.nestor.dev",
+            "CustomResourceDefinition storagebudgets.nestor.dev",
             "StorageClass nestor",
             "clock of the API server",
             "client certificate of the kubeconfig",

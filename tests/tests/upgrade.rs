@@ -80,7 +80,11 @@ impl<'a> Upgrade<'a> {
         let kept = self.guest.uninstall().await?;
         self.writer.still_writes().await.with_context(|| format!("guest chart uninstalled: {kept}"))?;
         let kept = self.management.uninstall().await?;
-        for definition in ["volumeattachments.nestor.dev", "virtualmachines.vmoperator.vmware.com"] {
+        for definition in [
+            "volumeattachments.nestor.dev",
+            "storagebudgets.nestor.dev",
+            "virtualmachines.vmoperator.vmware.com",
+        ] {
             ensure!(kept.contains(definition), "helm does not tell that it keeps {definition}: {kept}");
         }
         self.writer.still_writes().await.context("both charts uninstalled")?;

@@ -112,7 +112,11 @@ async fn by_the_infra(s: &Scenario, copy: Copy, source: &VolumeId) -> Result<Dur
     match copy {
         Copy::Snapshot => {
             let id = SnapshotId::new(unique("bench"))?;
-            let spec = SnapshotSpec { volume: source.clone(), labels: Default::default() };
+            let spec = SnapshotSpec {
+                volume: source.clone(),
+                account: Default::default(),
+                labels: Default::default(),
+            };
             s.infra.put_snapshot(&id, &spec, LONGEST).await?;
             let took = start.elapsed();
             s.infra.delete_snapshot(&id).await?;
@@ -127,6 +131,7 @@ async fn by_the_infra(s: &Scenario, copy: Copy, source: &VolumeId) -> Result<Dur
                 source: Some(infra_api::VolumeSource::Volume(source.clone())),
                 qos: Qos::default(),
                 shareable: false,
+                owner: Default::default(),
                 labels: Default::default(),
             };
             s.infra.put_volume(&id, &spec, LONGEST).await?;

@@ -4,7 +4,7 @@
 //! limit of the supported filesystems is that of ext4: one block of 4 KiB for all attributes of a file. These bounds
 //! keep every record below it, so no request fails because of its length after space was reserved for it.
 
-use crate::model::{Labels, NodeSpec, Placement, PoolSpec, SnapshotSpec, VolumeSpec};
+use crate::model::{BudgetSpec, Labels, NodeSpec, Owner, Placement, PoolSpec, SnapshotSpec, VolumeSpec};
 use crate::problem::{Problem, ProblemCode};
 
 /// Maximum number of zones in one request.
@@ -14,7 +14,9 @@ pub const MAX_ZONE: usize = 63;
 /// Maximum length of an anti-affinity ID in bytes.
 pub const MAX_ANTI_AFFINITY_ID: usize = 63;
 /// Maximum size of all labels of one object in bytes, encoded as JSON.
-pub const MAX_LABELS: usize = 900;
+pub const MAX_LABELS: usize = 780;
+/// Maximum length of a class name in bytes, that of a Kubernetes object's name.
+pub const MAX_CLASS: usize = 253;
 /// Maximum length of a node's name in bytes, that of a Kubernetes object's name.
 pub const MAX_NODE_NAME: usize = 253;
 
@@ -68,7 +70,26 @@ impl VolumeSpec {
     /// Fails if a field exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
         self.placement.check()?;
+        self.owner.check_bounds()?;
         labels("labels", &self.labels)
+    }
+}
+
+fn class(name: &str) -> Checked {
+    at_most("class", name.len(), MAX_CLASS, "bytes", "use the name of a StorageClass")
+}
+
+impl Owner {
+    /// Fails if the name of the class exceeds its bound.
+    pub fn check_bounds(&self) -> Checked {
+        class(&self.class)
+    }
+}
+
+impl BudgetSpec {
+    /// Fails if the name of a class exceeds its bound.
+    pub fn check_bounds(&self) -> Checked {
+        self.classes.keys().try_for_each(|name| class(name))
     }
 }
 

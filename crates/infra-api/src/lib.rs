@@ -6,13 +6,17 @@
 //! Every write is a `PUT` or a `DELETE` on an ID that the client chose, so any write can be repeated safely after a
 //! failure.
 
+mod account;
 mod bounds;
 pub mod client;
 mod ids;
 mod model;
 mod problem;
 
-pub use bounds::{MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, OutOfBounds};
+pub use account::{Account, InvalidAccount};
+pub use bounds::{
+    MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, OutOfBounds,
+};
 pub use client::{Client, ClientError, ClientOptions, InfraArgs};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
@@ -20,6 +24,10 @@ pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
+
+/// Label of a volume or snapshot that mgmt-csi sets: its guest; empty if it is no guest's. For objects of versions
+/// without accounts, it is their account.
+pub const GUEST_LABEL: &str = "guest";
 
 /// Header with the id of the operation that a request belongs to, for the logs of both sides. The response repeats it.
 pub const REQUEST_ID_HEADER: &str = "x-request-id";

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::ids::PoolName;
-use crate::model::NodeRef;
+use crate::model::{BudgetExcess, NodeRef};
 
 /// Error code: a closed list for programs to decide on. The text of a problem is for humans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -24,6 +24,8 @@ pub enum ProblemCode {
     InUse,
     /// No pool can hold the volume; `rejections` gives the reason per pool. 507.
     OutOfSpace,
+    /// The budget of the account does not allow it; `excess` has the numbers. 507.
+    OverBudget,
     /// The virtual machine is shut off or does not exist, so no disk can be attached. 409.
     NodeNotRunning,
     /// The virtual machine has no free slot for another disk. 409.
@@ -46,7 +48,7 @@ impl ProblemCode {
             Self::NotFound => 404,
             Self::Ended => 410,
             Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks => 409,
-            Self::OutOfSpace => 507,
+            Self::OutOfSpace | Self::OverBudget => 507,
             Self::Unavailable | Self::ReadOnly => 503,
             Self::Internal => 500,
         }
@@ -63,6 +65,7 @@ impl ProblemCode {
             | Self::Ended
             | Self::InUse
             | Self::OutOfSpace
+            | Self::OverBudget
             | Self::NodeNotRunning
             | Self::TooManyDisks
             | Self::ReadOnly => false,
@@ -78,6 +81,7 @@ impl ProblemCode {
             Self::Ended => "ended",
             Self::InUse => "in-use",
             Self::OutOfSpace => "out-of-space",
+            Self::OverBudget => "over-budget",
             Self::NodeNotRunning => "node-not-running",
             Self::TooManyDisks => "too-many-disks",
             Self::Unavailable => "unavailable",
@@ -95,6 +99,7 @@ impl ProblemCode {
             Self::Ended => "The attachment with this ID was deleted",
             Self::InUse => "The object is in use",
             Self::OutOfSpace => "No pool can hold the volume",
+            Self::OverBudget => "The budget of the account does not allow it",
             Self::NodeNotRunning => "The virtual machine is not running",
             Self::TooManyDisks => "The virtual machine has no free slot for another disk",
             Self::Unavailable => "The infrastructure cannot be reached or has not finished",
@@ -124,6 +129,8 @@ pub enum ObjectKind {
     Node,
     /// An attachment.
     Attachment,
+    /// An account.
+    Account,
     /// A hypervisor, by its name in the server's `--hypervisor` flag.
     Hypervisor,
     /// A path that the API does not serve.
@@ -141,6 +148,7 @@ impl fmt::Display for ObjectKind {
             Self::Snapshot => "snapshot",
             Self::Node => "node",
             Self::Attachment => "attachment",
+            Self::Account => "account",
             Self::Hypervisor => "hypervisor",
             Self::Route => "route",
             Self::Other => "object",
@@ -227,6 +235,9 @@ pub struct Problem {
     /// With `out-of-space`: each pool and why it was rejected.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rejections: Vec<PoolRejection>,
+    /// With `over-budget`: the limit that the request exceeds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub excess: Option<Box<BudgetExcess>>,
 }
 
 impl Problem {
@@ -242,6 +253,7 @@ impl Problem {
             id: None,
             nodes: Vec::new(),
             rejections: Vec::new(),
+            excess: None,
         }
     }
 
@@ -264,6 +276,13 @@ impl Problem {
     #[must_use]
     pub fn rejected_by(mut self, rejections: Vec<PoolRejection>) -> Self {
         self.rejections = rejections;
+        self
+    }
+
+    /// Sets the limit that the request exceeds.
+    #[must_use]
+    pub fn exceeds(mut self, excess: BudgetExcess) -> Self {
+        self.excess = Some(Box::new(excess));
         self
     }
 }

@@ -10,8 +10,8 @@ use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED, FINALIZER_DETACH};
 use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
 use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision};
 use infra_api::{
-    Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Placement, PoolName,
-    ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
+    Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Owner, Placement,
+    PoolName, ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::informer::Key;
@@ -422,6 +422,7 @@ fn volume() -> VolumeRow {
             source: None,
             qos: Qos::default(),
             shareable: false,
+            owner: Owner::default(),
             labels: Labels::new(),
         },
         created_at: NOW.to_owned(),
@@ -431,6 +432,7 @@ fn volume() -> VolumeRow {
         qos_due: false,
         format_token: "00000000-0000-0000-0000-000000000001".parse().expect("a UUID"),
         written: true,
+        owner: Owner::default(),
     }
 }
 

@@ -4,11 +4,16 @@
 //! are first.
 
 /// Phrases of an error, all of which must occur (without regard to case), and what to do.
-const REMEDIES: [(&[&str], &str); 32] = [
+const REMEDIES: [(&[&str], &str); 33] = [
     (
         &["exceeded quota"],
         "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \
          guest's namespace",
+    ),
+    (
+        &["storage budget of guest"],
+        "delete volumes or snapshots that are not needed, also Released PersistentVolumes, or ask the platform \
+         team to raise the StorageBudget (docs/guides/budgets.md)",
     ),
     (
         &["use classes with the same policy"],
@@ -139,6 +144,7 @@ mod tests {
             ("persistentvolumeclaims \"a\" is forbidden: exceeded quota: q, requested: 1", "ResourceQuota"),
             ("management StorageClass gold does not exist", "managementStorageClass"),
             ("no pool for 5Gi: p: too little free space", "free space"),
+            ("the storage budget of guest g allows 1Gi: 1Gi used, 1Gi more requested", "StorageBudget"),
             ("VolumeInUse: it is attached to VM x", "other VM"),
             (
                 "NotShared: the volume is neither of the guest of VM x nor shared with it; use a",

@@ -11,30 +11,36 @@ use crate::clusters::Cluster;
 use crate::error::Error;
 use crate::gather::read::{is_answer, vm_resource};
 
-/// VolumeAttachments: the definition must be ours.
+/// Definitions that must be ours.
 const ATTACHMENTS: &str = "volumeattachments.nestor.dev";
+const BUDGETS: &str = "storagebudgets.nestor.dev";
 
 /// Checks the definitions.
 pub async fn check(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
-    Ok(vec![attachments(cluster).await?, machines(cluster).await, snapshots(cluster).await])
+    Ok(vec![
+        own(cluster, ATTACHMENTS).await?,
+        own(cluster, BUDGETS).await?,
+        machines(cluster).await,
+        snapshots(cluster).await,
+    ])
 }
 
-async fn attachments(cluster: &Cluster) -> Result<Finding, Error> {
-    let what = format!("CustomResourceDefinition {ATTACHMENTS}");
-    match cluster.all::<CustomResourceDefinition>().get_opt(ATTACHMENTS).await {
-        Ok(Some(live)) => Ok(compare(cluster, what, &live)),
+async fn own(cluster: &Cluster, name: &str) -> Result<Finding, Error> {
+    let what = format!("CustomResourceDefinition {name}");
+    match cluster.all::<CustomResourceDefinition>().get_opt(name).await {
+        Ok(Some(live)) => Ok(compare(cluster, what, &ours(name), &live)),
         Ok(None) => Ok(Finding::error(cluster.tier, what)
             .because("absent")
             .next("apply crds/yaml, or install the chart nestor-management")),
         Err(error) if is_answer(&error) => Ok(Finding::skipped(cluster.tier, what).because(chain(&error))),
-        Err(error) => Err(Error::request(cluster.tier.name(), ATTACHMENTS, &error)),
+        Err(error) => Err(Error::request(cluster.tier.name(), name, &error)),
     }
 }
 
 /// Compares the fields of each served version with ours.
-fn compare(cluster: &Cluster, what: String, live: &CustomResourceDefinition) -> Finding {
+fn compare(cluster: &Cluster, what: String, ours: &Value, live: &CustomResourceDefinition) -> Finding {
     let live = serde_json::to_value(live).unwrap_or_default();
-    let absent: Vec<String> = fields(&ours()).difference(&fields(&live)).cloned().collect();
+    let absent: Vec<String> = fields(ours).difference(&fields(&live)).cloned().collect();
     match absent.is_empty() {
         true => Finding::ok(cluster.tier, what),
         false => Finding::error(cluster.tier, what)
@@ -43,10 +49,10 @@ fn compare(cluster: &Cluster, what: String, live: &CustomResourceDefinition) -> 
     }
 }
 
-/// Our definition.
-fn ours() -> Value {
+/// Our definition of this name.
+fn ours(definition: &str) -> Value {
     let all = crds::generate::all();
-    let text = all.iter().find(|(name, _)| name.starts_with(ATTACHMENTS)).map(|(_, text)| text.as_str());
+    let text = all.iter().find(|(name, _)| name.starts_with(definition)).map(|(_, text)| text.as_str());
     text.and_then(|text| serde_saphyr::from_str(text).ok()).unwrap_or_default()
 }
 
@@ -101,10 +107,10 @@ mod tests {
 
     #[test]
     fn the_fields_of_a_definition_are_compared() {
-        let ours = fields(&ours());
+        let ours = fields(&ours(ATTACHMENTS));
         assert!(ours.contains("v1alpha1.status.error.reason"), "{ours:?}");
         assert!(ours.contains("v1alpha1.status.conditions[].type"), "{ours:?}");
-        let mut older = super::ours();
+        let mut older = super::ours(ATTACHMENTS);
         older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
             .as_object_mut()
             .unwrap()

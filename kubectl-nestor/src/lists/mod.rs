@@ -1,9 +1,10 @@
-//! Lists: volumes, VMs, attachments, capacity, orphans.
+//! Lists: volumes, VMs, attachments, capacity, usage, orphans.
 
 pub mod attachments;
 pub mod orphans;
 pub mod pools;
 mod read;
+pub mod usage;
 pub mod vms;
 pub mod volumes;
 

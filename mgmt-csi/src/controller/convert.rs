@@ -5,9 +5,8 @@ use std::collections::HashMap;
 use crds::names::ATTRIBUTE_CLUSTER_ID;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
-use infra_api::{Volume, VolumeSource};
+use infra_api::{GUEST_LABEL, Volume, VolumeSource};
 
-use super::sources::LABEL_GUEST;
 use crate::infra::{Message, condition_message};
 
 pub(super) fn to_proto(volume: &Volume) -> proto::Volume {
@@ -22,7 +21,7 @@ pub(super) fn to_proto(volume: &Volume) -> proto::Volume {
 
 /// Attributes of the PersistentVolume: the guest that was recorded at the volume's creation, which a repeated request keeps.
 fn context(volume: &Volume) -> HashMap<String, String> {
-    let guest = volume.labels.get(LABEL_GUEST).cloned();
+    let guest = volume.labels.get(GUEST_LABEL).cloned();
     guest.map(|guest| (ATTRIBUTE_CLUSTER_ID.to_owned(), guest)).into_iter().collect()
 }
 

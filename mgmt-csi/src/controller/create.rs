@@ -5,16 +5,17 @@ use csi::capability;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
 use csi::request::{Size, required};
-use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
+use infra_api::{GUEST_LABEL, Owner, SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
 use process_kit::operation;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::convert::to_proto;
 use super::parameters::Parameters;
-use super::sources::{LABEL_GUEST, Receiver, Source};
+use super::sources::{Receiver, Source};
 use super::{Controller, access, claims, limits};
-use crate::cluster::annotation;
+use crate::budgets::account;
+use crate::cluster::{annotation, storage_class};
 use crate::infra::volume_id;
 use crate::ownership::labelled_guest;
 
@@ -89,11 +90,13 @@ impl Controller {
             (None, Some(_)) => Receiver::Nobody,
             (None, None) => Receiver::Unknown,
         };
+        let guest = claim.as_ref().and_then(|(_, claim)| labelled_guest(claim));
         if claim_key.is_some() {
-            let guest = claim.as_ref().and_then(|(_, claim)| labelled_guest(claim));
-            labels.insert(LABEL_GUEST.to_owned(), guest.unwrap_or_default().to_owned());
+            labels.insert(GUEST_LABEL.to_owned(), guest.unwrap_or_default().to_owned());
         }
-        let qos = limits::read(&request.mutable_parameters)?;
+        let class = claim.as_ref().and_then(|(_, claim)| storage_class(claim)).unwrap_or_default();
+        let owner = Owner { account: account(guest)?, class: class.to_owned() };
+        let qos = limits::or_default(&request.mutable_parameters, self.default_qos)?;
         let range = request.capacity_range.as_ref();
         let size = self.size(id, range, source.as_ref(), receiver, deadline).await?;
         let spec = VolumeSpec {
@@ -104,6 +107,7 @@ impl Controller {
             qos,
             // Only for volumes that request it, so that no other can be attached twice by mistake.
             shareable: access::is_shared(&capabilities),
+            owner,
             labels,
         };
         let mut volume = self.infra.create_volume(id, &spec, deadline).await?;
@@ -148,7 +152,7 @@ impl Controller {
                 let what = format!("snapshot {source}");
                 let found = self.infra.get_snapshot(source, deadline).await?;
                 let found = found.ok_or_else(|| missing(&what))?;
-                let guest = found.labels.get(LABEL_GUEST).map(String::as_str);
+                let guest = found.labels.get(GUEST_LABEL).map(String::as_str);
                 let copied = Source { volume: &found.volume, snapshot: Some((source, guest)) };
                 self.refuse_foreign_source(receiver, &copied, deadline).await?;
                 (what, found.capacity_bytes)

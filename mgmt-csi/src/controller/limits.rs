@@ -11,6 +11,34 @@ use tonic::Status;
 const IOPS: &str = "iops";
 const BYTES_PER_SECOND: &str = "bytesPerSecond";
 
+/// Default limits of new volumes, as flags.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct DefaultLimits {
+    /// Maximum read and write operations per second of new volumes whose claim selects no VolumeAttributesClass. 0: no limit.
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    default_iops: u64,
+    /// Maximum bytes per second of new volumes whose claim selects no VolumeAttributesClass, as a quantity such as 100Mi. 0: no
+    /// limit.
+    #[arg(long, value_name = "QUANTITY", default_value = "0", value_parser = bytes)]
+    default_bytes_per_second: u64,
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    quantity::value(&Quantity(text.to_owned())).ok_or_else(|| "must be a quantity such as 100Mi".to_owned())
+}
+
+impl From<DefaultLimits> for Qos {
+    fn from(limits: DefaultLimits) -> Self {
+        let limit = |number: u64| Some(number).filter(|number| *number > 0);
+        Self { iops: limit(limits.default_iops), bytes_per_second: limit(limits.default_bytes_per_second) }
+    }
+}
+
+/// Limits of a new volume: those of its parameters, or the default ones without any.
+pub(super) fn or_default(parameters: &HashMap<String, String>, default: Qos) -> Result<Qos, Status> {
+    if parameters.is_empty() { Ok(default) } else { read(parameters) }
+}
+
 /// Limits from the parameters. Absent or 0: unlimited.
 pub(super) fn read(parameters: &HashMap<String, String>) -> Result<Qos, Status> {
     let mut qos = Qos::default();
@@ -49,6 +77,16 @@ mod tests {
         assert_eq!(qos, Qos { iops: Some(500), bytes_per_second: Some(100 << 20) });
         assert!(of(&[]).unwrap().is_unlimited());
         assert!(of(&[("iops", "0")]).unwrap().is_unlimited());
+    }
+
+    #[test]
+    fn a_volume_without_parameters_has_the_default_limits() {
+        let default = Qos::from(DefaultLimits { default_iops: 100, default_bytes_per_second: 0 });
+        assert_eq!(default, Qos { iops: Some(100), bytes_per_second: None });
+        assert_eq!(or_default(&HashMap::new(), default).unwrap(), default);
+        let own = [("bytesPerSecond".to_owned(), "1Mi".to_owned())].into();
+        let expected = Qos { iops: None, bytes_per_second: Some(1 << 20) };
+        assert_eq!(or_default(&own, default).unwrap(), expected);
     }
 
     #[test]

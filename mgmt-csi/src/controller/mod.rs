@@ -5,7 +5,7 @@ mod claims;
 mod convert;
 mod create;
 mod deletion_guard;
-mod limits;
+pub(crate) mod limits;
 mod modify;
 mod pages;
 pub(crate) mod parameters;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use crds::names::ANNOTATION_TRACEPARENT;
 use csi::locks::VolumeLocks;
-use infra_api::{Volume, VolumeId};
+use infra_api::{Qos, Volume, VolumeId};
 use kube::Client;
 use kube_kit::informer::Informer;
 use kube_kit::partial::PersistentVolumeClaim;
@@ -39,6 +39,8 @@ pub struct Controller {
     claims: Claims,
     deletion_guard: DeletionGuard,
     locks: VolumeLocks,
+    /// Limits of new volumes without a VolumeAttributesClass.
+    default_qos: Qos,
     traces: Traces,
 }
 
@@ -54,6 +56,7 @@ impl Controller {
         infra: Arc<dyn StorageInfra>,
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
+        default_qos: Qos,
         traces: Traces,
     ) -> Self {
         let deletion_guard = DeletionGuard { client: client.clone(), cache: volumes };
@@ -62,6 +65,7 @@ impl Controller {
             claims: Claims { client, cache: claims },
             deletion_guard,
             locks: VolumeLocks::default(),
+            default_qos,
             traces,
         }
     }

@@ -3,14 +3,14 @@
 use crds::names::CsiName;
 use csi::proto;
 use csi::request::required;
-use infra_api::{Labels, List, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState};
+use infra_api::{GUEST_LABEL, Labels, List, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState};
 use k8s_openapi::jiff::Timestamp;
 use tokio::time::Instant;
 use tonic::Status;
 
 use super::convert::bytes;
-use super::sources::LABEL_GUEST;
 use super::{Controller, pages};
+use crate::budgets::account;
 use crate::infra::snapshot_id;
 use crate::traces::{LABEL_NAMESPACE, LABEL_SNAPSHOT};
 
@@ -42,11 +42,13 @@ impl Controller {
             };
         }
         self.traces.continue_snapshot_creation(&labels, deadline).await;
-        if let Some(guest) = self.guest_of_snapshot(&volume, &labels, deadline).await? {
-            labels.insert(LABEL_GUEST.to_owned(), guest);
+        let guest = self.guest_of_snapshot(&volume, &labels, deadline).await?;
+        let account = account(guest.as_deref())?;
+        if let Some(guest) = guest {
+            labels.insert(GUEST_LABEL.to_owned(), guest);
         }
         let id = snapshot_id(&name);
-        let spec = SnapshotSpec { volume, labels };
+        let spec = SnapshotSpec { volume, account, labels };
         let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;
         tracing::info!(snapshot = %id, name = name.as_str(), volume = %snapshot.volume, "created");
         to_proto(&snapshot)

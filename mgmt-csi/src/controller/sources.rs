@@ -19,9 +19,6 @@ use crate::cluster::claim_of;
 use crate::ownership::{Grants, labelled_guest, may_copy};
 use crate::traces::{LABEL_NAMESPACE, LABEL_SNAPSHOT};
 
-/// Label of a volume or snapshot in the storage infra: its guest; empty if it is no guest's.
-pub(super) const LABEL_GUEST: &str = "guest";
-
 /// For whom a copy is made.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Receiver<'a> {

@@ -10,8 +10,8 @@ mod storage_infra;
 
 pub use condition::condition_message;
 pub use error::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
-    ReadError, SnapshotError,
+    AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
+    Message, ReadError, SnapshotError,
 };
 pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;

@@ -7,15 +7,16 @@ use async_trait::async_trait;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Client, ClientError, Event, List,
-    Node, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Client,
+    ClientError, Event, List, Node, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
+    VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
-    ReadError, SnapshotError,
+    AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
+    Message, ReadError, SnapshotError,
 };
 use super::storage_infra::{AttachedDisk, StorageInfra};
 
@@ -93,6 +94,27 @@ impl StorageInfra for Rest {
 
     async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError> {
         self.by(deadline, self.0.put_qos(id, qos)).await
+    }
+
+    async fn set_owner(&self, id: &VolumeId, owner: &Owner, deadline: Instant) -> Result<(), LimitError> {
+        self.by(deadline, self.0.put_owner(id, owner)).await.map(|_: Volume| ())
+    }
+
+    async fn list_budgets(&self, deadline: Instant) -> Result<Vec<Budget>, ReadError> {
+        self.by(deadline, self.0.list_budgets()).await
+    }
+
+    async fn set_budget(
+        &self,
+        account: &Account,
+        limits: &BudgetSpec,
+        deadline: Instant,
+    ) -> Result<(), BudgetError> {
+        self.by(deadline, self.0.put_budget(account, limits)).await.map(|_: Budget| ())
+    }
+
+    async fn delete_budget(&self, account: &Account, deadline: Instant) -> Result<(), BudgetError> {
+        self.by(deadline, self.0.delete_budget(account)).await
     }
 
     async fn create_snapshot(

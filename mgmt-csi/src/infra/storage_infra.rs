@@ -5,15 +5,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::BoxStream;
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Event, FormatToken, List, Node, Pool,
-    Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event,
+    FormatToken, List, Node, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
+    VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
-    SnapshotError,
+    AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
+    ReadError, SnapshotError,
 };
 
 /// An attached disk.
@@ -70,6 +71,23 @@ pub trait StorageInfra: Send + Sync + 'static {
 
     /// Sets the QoS limits of a volume, online if it is attached.
     async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError>;
+
+    /// Sets whom a volume counts for.
+    async fn set_owner(&self, id: &VolumeId, owner: &Owner, deadline: Instant) -> Result<(), LimitError>;
+
+    /// All accounts that have a budget or use space.
+    async fn list_budgets(&self, deadline: Instant) -> Result<Vec<Budget>, ReadError>;
+
+    /// Sets the limits of an account.
+    async fn set_budget(
+        &self,
+        account: &Account,
+        limits: &BudgetSpec,
+        deadline: Instant,
+    ) -> Result<(), BudgetError>;
+
+    /// Removes the limits of an account; succeeds if it has none.
+    async fn delete_budget(&self, account: &Account, deadline: Instant) -> Result<(), BudgetError>;
 
     /// Creates a snapshot of a volume, or returns the one that an earlier identical request created.
     async fn create_snapshot(

@@ -7,7 +7,7 @@ use axum::response::Html;
 use serde_json::Value;
 use utoipa::OpenApi;
 
-use super::{events, handlers};
+use super::{budgets, events, handlers};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -31,6 +31,11 @@ use super::{events, handlers};
         handlers::delete_volume,
         handlers::expand_volume,
         handlers::put_qos,
+        handlers::put_owner,
+        budgets::put_budget,
+        budgets::list_budgets,
+        budgets::get_budget,
+        budgets::delete_budget,
         handlers::put_snapshot,
         handlers::list_snapshots,
         handlers::get_snapshot,

@@ -6,8 +6,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, Labels, List, Node, NodeSpec,
-    ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId, SnapshotSpec,
-    Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
+    ObjectKind, Owner, Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId,
+    SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -17,7 +17,7 @@ use super::App;
 use super::extract::{Body, Id, Params, Wait};
 use crate::service::{Failure, Progress, Result};
 
-fn created_or_ok<T: serde::Serialize>((value, created): (T, bool)) -> Response {
+pub(super) fn created_or_ok<T: serde::Serialize>((value, created): (T, bool)) -> Response {
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     (status, Json(value)).into_response()
 }
@@ -30,7 +30,7 @@ fn created_or_accepted<T: serde::Serialize>(state: VolumeState, (value, created)
     }
 }
 
-fn all<T>(items: Vec<T>) -> Json<List<T>> {
+pub(super) fn all<T>(items: Vec<T>) -> Json<List<T>> {
     Json(List { items, next: None })
 }
 
@@ -86,7 +86,7 @@ pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) 
     (status = 400, description = "`invalid`: for example, the volume would be smaller than its source", body = Problem),
     (status = 404, description = "`not-found`: the source does not exist", body = Problem),
     (status = 409, description = "`exists`: a volume with this ID was created by a different request; `in-use`: the source has to be copied and `nodes` may write to it", body = Problem),
-    (status = 507, description = "`out-of-space`: no pool can hold the volume; `rejections` gives the reason per pool", body = Problem),
+    (status = 507, description = "`out-of-space`: no pool can hold the volume; `rejections` gives the reason per pool; `over-budget`: the budget of the account does not allow it; `excess` has the numbers", body = Problem),
     (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_volume(
@@ -140,7 +140,7 @@ pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) 
 #[utoipa::path(put, path = "/v1/volumes/{id}/size", tag = "Volumes", request_body = VolumeSize, params(("id" = VolumeId, Path)), responses(
     (status = 200, description = "The volume has the new size, and so have its disks in all virtual machines", body = Volume),
     (status = 404, description = "`not-found`", body = Problem), (status = 409, description = "`invalid`: the volume would shrink; `in-use`: `nodes` have it attached read-only, and a read-only disk cannot be expanded online", body = Problem),
-    (status = 507, description = "`out-of-space`: its pool has too little free space", body = Problem),
+    (status = 507, description = "`out-of-space`: its pool has too little free space; `over-budget`: the budget of its account does not allow it", body = Problem),
     (status = 503, description = "`unavailable`: the expansion has started, and not every virtual machine has the new size; retry", body = Problem),
 ))]
 pub(super) async fn expand_volume(
@@ -167,6 +167,19 @@ pub(super) async fn put_qos(
     app.service.volume_changes().set_qos(id, qos).await.map(Json)
 }
 
+/// Sets the account that a volume counts for, and its class. No budget refuses it.
+#[utoipa::path(put, path = "/v1/volumes/{id}/owner", tag = "Volumes", request_body = Owner, params(("id" = VolumeId, Path)), responses(
+    (status = 200, description = "The volume counts for the account", body = Volume),
+    (status = 400, description = "`invalid`: the name of the class is too long", body = Problem), (status = 404, description = "`not-found`", body = Problem),
+))]
+pub(super) async fn put_owner(
+    State(app): State<App>,
+    Id(id): Id<VolumeId>,
+    Body(owner): Body<Owner>,
+) -> Result<Json<Volume>> {
+    app.service.volume_changes().set_owner(id, owner).await.map(Json)
+}
+
 // ---- snapshots ----
 
 /// Takes a snapshot of a volume, in the volume's pool.
@@ -181,7 +194,7 @@ pub(super) async fn put_qos(
     (status = 202, description = "The data is being copied; `copiedBytes` is the progress; repeat the request to wait", body = Snapshot),
     (status = 404, description = "`not-found`: the volume does not exist", body = Problem),
     (status = 409, description = "`exists`: a snapshot of another volume has this ID; `in-use`: the pool has no reflinks and `nodes` may write to the volume", body = Problem),
-    (status = 507, description = "`out-of-space`: the pool has less free space than the snapshot may need", body = Problem),
+    (status = 507, description = "`out-of-space`: the pool has less free space than the snapshot may need; `over-budget`: the budget of the account does not allow it", body = Problem),
     (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_snapshot(

@@ -1,5 +1,6 @@
 //! REST API: translation between HTTP and [`crate::service`], without logic of its own.
 
+mod budgets;
 mod client_name;
 mod docs;
 mod events;
@@ -52,6 +53,12 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
         )
         .route("/v1/volumes/{id}/size", put(handlers::expand_volume))
         .route("/v1/volumes/{id}/qos", put(handlers::put_qos))
+        .route("/v1/volumes/{id}/owner", put(handlers::put_owner))
+        .route("/v1/budgets", get(budgets::list_budgets))
+        .route(
+            "/v1/budgets/{account}",
+            put(budgets::put_budget).get(budgets::get_budget).delete(budgets::delete_budget),
+        )
         .route("/v1/snapshots", get(handlers::list_snapshots))
         .route(
             "/v1/snapshots/{id}",

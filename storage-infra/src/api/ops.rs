@@ -74,6 +74,9 @@ async fn metrics(State(service): State<Service>) -> impl IntoResponse {
     if let Err(failure) = service.health().check().await {
         tracing::warn!(%failure, "cannot update the metrics' gauges: health check failed");
     }
+    if let Err(failure) = service.budgets().measure().await {
+        tracing::warn!(%failure, "cannot update the metrics of accounts");
+    }
     match service.metrics().encode() {
         Ok(text) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

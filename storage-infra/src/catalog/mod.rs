@@ -6,6 +6,7 @@
 
 mod attachments;
 pub mod backup;
+mod budgets;
 mod group_commit;
 pub mod integrity;
 mod nodes;
@@ -288,6 +289,7 @@ mod tests {
                 source: None,
                 qos: Qos::default(),
                 shareable: false,
+                owner: Owner::default(),
                 labels: Labels::new(),
             },
             created_at: "2026-01-01T00:00:00Z".into(),
@@ -297,6 +299,7 @@ mod tests {
             qos_due: false,
             format_token: FormatToken::random(),
             written: false,
+            owner: Owner::default(),
         }
     }
 

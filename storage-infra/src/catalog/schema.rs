@@ -3,6 +3,7 @@
 use rusqlite::Connection;
 
 use super::CatalogError;
+use super::budgets::ACCOUNTS;
 
 /// Each entry migrates the schema from its index to the next version. The SQL of released entries is never changed.
 const MIGRATIONS: &[&str] = &[
@@ -15,6 +16,7 @@ const MIGRATIONS: &[&str] = &[
     BLANK_DISKS,
     FULL_POOLS,
     REVISIONS,
+    ACCOUNTS,
 ];
 
 const FIRST: &str = "
@@ -291,8 +293,13 @@ pub(super) fn supported_version(connection: &Connection) -> Result<usize, Catalo
 
 /// Applies outstanding migrations, one transaction per version.
 pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
+    migrate_to(connection, MIGRATIONS.len())
+}
+
+/// Applies outstanding migrations up to a version.
+pub(super) fn migrate_to(connection: &mut Connection, version: usize) -> Result<(), CatalogError> {
     let found = supported_version(connection)?;
-    for (index, sql) in MIGRATIONS.iter().enumerate().skip(found) {
+    for (index, sql) in MIGRATIONS.iter().enumerate().take(version).skip(found) {
         let tx = connection.transaction()?;
         tx.execute_batch(sql)?;
         tx.pragma_update(None, "user_version", index + 1)?;

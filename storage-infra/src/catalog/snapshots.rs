@@ -1,6 +1,6 @@
 //! Table of snapshots.
 
-use infra_api::{Labels, PoolName, SnapshotId, VolumeId, VolumeState};
+use infra_api::{Labels, Owner, PoolName, SnapshotId, VolumeId, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -29,9 +29,12 @@ pub struct SnapshotRow {
     pub labels: Labels,
     /// Time of the snapshot, RFC 3339.
     pub created_at: String,
+    /// Whom it counts for.
+    pub owner: Owner,
 }
 
-const COLUMNS: &str = "id, volume, pool, capacity, reserved, family, copying, state, labels, created_at";
+const COLUMNS: &str = "id, volume, pool, capacity, reserved, family, copying, state, labels, created_at, \
+     account, class";
 
 /// Condition of snapshots with an unfinished operation.
 pub(super) const UNFINISHED: &str = "state <> 'ready'";
@@ -41,6 +44,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
         (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
     let (reserved, family, copying): (u64, String, bool) = (row.get(4)?, row.get(5)?, row.get(6)?);
     let (state, labels, created_at): (String, String, String) = (row.get(7)?, row.get(8)?, row.get(9)?);
+    let (account, class): (String, String) = (row.get(10)?, row.get(11)?);
     Ok((|| {
         Ok(SnapshotRow {
             id: parse("snapshots.id", &id)?,
@@ -53,6 +57,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
             state: from_word("snapshots.state", &state)?,
             labels: from_json("snapshots.labels", &labels)?,
             created_at,
+            owner: Owner { account: parse("snapshots.account", &account)?, class },
         })
     })())
 }
@@ -97,7 +102,7 @@ impl Tx<'_> {
     pub fn insert_snapshot(&self, row: &SnapshotRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO snapshots ({COLUMNS}, record_due) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, 0)"
+                "INSERT INTO snapshots ({COLUMNS}, record_due) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, 0)"
             ))?
             .execute(params![
                 row.id.as_str(),
@@ -110,6 +115,8 @@ impl Tx<'_> {
                 row.state.to_string(),
                 to_json(&row.labels)?,
                 row.created_at,
+                row.owner.account.as_str(),
+                row.owner.class,
             ])?;
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Table of volumes.
 
-use infra_api::{FormatToken, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
+use infra_api::{FormatToken, Owner, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -39,6 +39,8 @@ pub struct VolumeRow {
     /// The volume was observed to contain data. Never cleared, even if the bytes are zero again: that is data loss,
     /// or intended.
     pub written: bool,
+    /// Whom it counts for.
+    pub owner: Owner,
 }
 
 impl VolumeRow {
@@ -62,7 +64,7 @@ pub struct Reservation {
 }
 
 const COLUMNS: &str = "id, pool, capacity, grow_to, disk_uuid, state, spec, created_at, family, copying, qos, qos_due, \
-     format_token, written";
+     format_token, written, account, class";
 
 /// Condition of volumes with an unfinished operation.
 pub(super) const UNFINISHED: &str = "state <> 'ready' OR grow_to IS NOT NULL OR qos_due";
@@ -80,6 +82,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
     let (family, copying, qos, qos_due): (String, bool, String, bool) =
         (row.get(8)?, row.get(9)?, row.get(10)?, row.get(11)?);
     let (format_token, written): (String, bool) = (row.get(12)?, row.get(13)?);
+    let (account, class): (String, String) = (row.get(14)?, row.get(15)?);
     Ok((|| {
         Ok(VolumeRow {
             id: parse("volumes.id", &id)?,
@@ -96,6 +99,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
             qos_due,
             format_token: parse("volumes.format_token", &format_token)?,
             written,
+            owner: Owner { account: parse("volumes.account", &account)?, class },
         })
     })())
 }
@@ -181,7 +185,7 @@ impl Tx<'_> {
         self.0
             .prepare_cached(&format!(
                 "INSERT INTO volumes ({COLUMNS}, record_due) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, 0)"
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, 0)"
             ))?
             .execute(params![
                 volume.id.as_str(),
@@ -198,6 +202,8 @@ impl Tx<'_> {
                 volume.qos_due,
                 volume.format_token.reveal(),
                 volume.written,
+                volume.owner.account.as_str(),
+                volume.owner.class,
             ])?;
         Ok(())
     }

@@ -1,10 +1,14 @@
 //! Output of the client commands: tables, or JSON for scripts.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 
 use clap::ValueEnum;
-use infra_api::{Attachment, Capacity, Labels, Node, Pool, PoolName, Qos, Snapshot, Volume, VolumeSource};
+use infra_api::{
+    Attachment, Budget, BudgetSpec, Capacity, ClassLimits, ClassUsage, Labels, Node, Pool, PoolName, Qos,
+    Snapshot, Volume, VolumeSource,
+};
 use process_kit::table;
 use serde::Serialize;
 
@@ -191,6 +195,55 @@ impl Row for Attachment {
             dash(self.message.clone().unwrap_or_default()),
         ]
     }
+}
+
+impl Row for Budget {
+    const HEADER: &'static [&'static str] =
+        &["ACCOUNT", "BYTES", "VOLUMES", "SNAPSHOTS", "SNAPSHOTS PER VOLUME"];
+
+    fn cells(&self) -> Vec<String> {
+        let limits = self.limits.clone().unwrap_or_default();
+        let BudgetSpec { bytes, volumes, snapshots, snapshots_per_volume, .. } = limits;
+        vec![
+            dash(self.account.to_string()),
+            of_limit(&show(self.used.bytes), bytes.map(show)),
+            of_limit(&self.used.volumes, volumes),
+            of_limit(&self.used.snapshots, snapshots),
+            dash(snapshots_per_volume.map(|most| format!("at most {most}")).unwrap_or_default()),
+        ]
+    }
+}
+
+/// What is used, of a limit if there is one.
+fn of_limit(used: &impl ToString, limit: Option<impl std::fmt::Display>) -> String {
+    let used = used.to_string();
+    limit.map_or(used.clone(), |limit| format!("{used} of {limit}"))
+}
+
+/// Prints the budget of an account, and what it uses of each class.
+pub(super) fn budget(format: Format, budget: &Budget) -> anyhow::Result<()> {
+    one(format, budget)?;
+    if format == Format::Json {
+        return Ok(());
+    }
+    let limits = budget.limits.clone().unwrap_or_default();
+    let class = |name: &String| {
+        let ClassLimits { bytes, volumes } = limits.classes.get(name).copied().unwrap_or_default();
+        let used = budget.used.classes.get(name).copied().unwrap_or_default();
+        let ClassUsage { bytes: used_bytes, volumes: used_volumes, snapshots } = used;
+        vec![
+            dash(name.clone()),
+            of_limit(&show(used_bytes), bytes.map(show)),
+            of_limit(&used_volumes, volumes),
+            snapshots.to_string(),
+        ]
+    };
+    let names: BTreeSet<&String> = limits.classes.keys().chain(budget.used.classes.keys()).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let head = ["CLASS", "BYTES", "VOLUMES", "SNAPSHOTS"];
+    put(&format!("\n{}", table::format(&head, names.into_iter().map(class))))
 }
 
 impl Row for Capacity {

@@ -6,8 +6,8 @@
 //! without a recorded attachment does not write.
 
 use infra_api::{
-    Access, AttachmentId, EngineKind, FormatToken, Labels, NodeSpec, OnFull, PoolName, Qos, SnapshotId,
-    VolumeId, VolumeSpec,
+    Access, Account, AttachmentId, EngineKind, FormatToken, GUEST_LABEL, Labels, NodeSpec, OnFull, Owner,
+    PoolName, Qos, SnapshotId, VolumeId, VolumeSpec,
 };
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -79,6 +79,9 @@ pub struct VolumeRecord {
     /// Revision of the catalog row that the record was written from.
     #[serde(default)]
     pub revision: u64,
+    /// Whom the volume counts for. `None` if an earlier version wrote the record.
+    #[serde(default)]
+    pub owner: Option<Owner>,
     /// Attachments that may have the volume.
     #[serde(default)]
     pub holders: Vec<RecordedAttachment>,
@@ -124,6 +127,16 @@ pub struct SnapshotRecord {
     pub labels: Labels,
     /// The point in time of the snapshot, RFC 3339.
     pub created_at: String,
+    /// Whom the snapshot counts for. `None` if an earlier version wrote the record.
+    #[serde(default)]
+    pub owner: Option<Owner>,
+}
+
+/// The recorded owner; without one, the guest in the labels.
+pub fn owner_or_labelled(recorded: Option<&Owner>, labels: &Labels) -> Owner {
+    let labelled = || Account::new(labels.get(GUEST_LABEL)?.as_str()).ok();
+    let of_labels = || Owner { account: labelled().unwrap_or_default(), class: String::new() };
+    recorded.cloned().unwrap_or_else(of_labels)
 }
 
 #[derive(Serialize, Deserialize)]
@@ -195,6 +208,7 @@ mod tests {
             family: Uuid::from_u128(7),
             labels: Labels::new(),
             created_at: "2026-01-01T00:00:00Z".into(),
+            owner: Some(Owner { account: Account::new("g").unwrap(), class: "gold".into() }),
         })
     }
 
@@ -206,6 +220,17 @@ mod tests {
         assert!(Record::decode(newer.as_bytes()).unwrap_err().contains("format version 2"));
         for bad in ["", "{", r#"{"version":1}"#, r#"{"version":1,"kind":"snapshot"}"#] {
             assert!(Record::decode(bad.as_bytes()).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_object_without_a_recorded_owner_counts_for_the_guest_in_its_labels() {
+        let labels = |guest: &str| Labels::from([(GUEST_LABEL.to_owned(), guest.to_owned())]);
+        let owner = Owner { account: Account::new("g").unwrap(), class: "gold".into() };
+        assert_eq!(owner_or_labelled(Some(&owner), &labels("other")), owner);
+        assert_eq!(owner_or_labelled(None, &labels("g")).account.as_str(), "g");
+        for labels in [labels(""), labels("no/account"), Labels::new()] {
+            assert!(owner_or_labelled(None, &labels).is_default());
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::catalog::integrity::RegisteredNode;
 use crate::catalog::{AttachmentRow, Blank, NodeRow, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
 use crate::engine::file::{FoundFile, PoolScan};
-use crate::engine::record::{SnapshotRecord, VolumeRecord};
+use crate::engine::record::{SnapshotRecord, VolumeRecord, owner_or_labelled};
 use crate::hypervisor::AttachedDisk;
 
 /// A disk that a virtual machine has attached, with its hypervisor.
@@ -280,6 +280,7 @@ fn volume(record: &VolumeRecord, file: &FoundFile, pool: &PoolName) -> VolumeRow
         qos_due: !record.holders.is_empty(),
         format_token: record.format_token.unwrap_or_else(FormatToken::random),
         written: record.written,
+        owner: owner_or_labelled(record.owner.as_ref(), &record.spec.labels),
     }
 }
 
@@ -295,6 +296,7 @@ fn snapshot(record: &SnapshotRecord, file: &FoundFile, pool: &PoolName) -> Snaps
         state: VolumeState::Ready,
         labels: record.labels.clone(),
         created_at: record.created_at.clone(),
+        owner: owner_or_labelled(record.owner.as_ref(), &record.labels),
     }
 }
 
@@ -336,6 +338,7 @@ mod tests {
             format_token: None,
             written: false,
             revision: 5,
+            owner: None,
             holders,
         };
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))
@@ -373,8 +376,9 @@ mod tests {
             volume: VolumeId::new("v").unwrap(),
             capacity: 8192,
             family: Uuid::from_u128(1),
-            labels: Labels::new(),
+            labels: Labels::from([("guest".to_owned(), "g".to_owned())]),
             created_at: "then".into(),
+            owner: None,
         });
         let mut grown = volume("v", 1, vec![holder("a", 7)]);
         grown.bytes = 16384;
@@ -391,6 +395,7 @@ mod tests {
         let [row] = plan.volumes.as_slice() else { panic!("{:?}", plan.volumes) };
         assert_eq!((row.id.as_str(), row.capacity, row.disk_uuid), ("v", 16384, Uuid::from_u128(1)));
         assert_eq!((plan.snapshots.len(), plan.snapshots[0].reserved), (1, 4096));
+        assert_eq!(plan.snapshots[0].owner.account.as_str(), "g");
         let [one] = plan.attachments.as_slice() else { panic!("{:?}", plan.attachments) };
         assert_eq!((one.id.as_str(), one.node, plan.nodes.len()), ("a", Uuid::from_u128(7), 1));
         for part in ["/p/x.raw is left alone: its record is that of w.raw", "/p/y.raw", "/p/z.raw"] {

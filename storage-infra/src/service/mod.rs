@@ -10,6 +10,7 @@
 //! | module | content |
 //! | --- | --- |
 //! | `core` | catalog, events, running operations, locks, metrics |
+//! | `budgets` | budgets of accounts, and what they use |
 //! | `hypervisors` | the configured hypervisors by name |
 //! | `conditions` | known errors of pools, volumes and disks |
 //! | `pools` | engines and probes, registration, capacity, comparison with the catalog |
@@ -24,6 +25,7 @@
 //! | `health` | health of the server |
 
 mod attachments;
+mod budgets;
 mod conditions;
 mod core;
 mod disks;
@@ -61,6 +63,7 @@ use records::Records;
 use repair::Unfinished;
 
 pub use attachments::{Attachments, Fencing, Progress, UnexpectedDisks, admission};
+pub use budgets::Budgets;
 pub use health::HealthCheck;
 pub use nodes::Nodes;
 pub use pools::{PoolCapacity, Pools};
@@ -76,6 +79,7 @@ pub struct Service(Arc<Components>);
 
 struct Components {
     core: Arc<Core>,
+    budgets: Budgets,
     pools: Arc<Pools>,
     capacity: Arc<PoolCapacity>,
     volumes: Arc<Volumes>,
@@ -206,6 +210,7 @@ impl Service {
         let paused_vms = Arc::new(PausedVms::new(core.clone(), engines, hypervisors.clone(), conditions));
         let health = HealthCheck::new(core.clone(), capacity.clone(), hypervisors);
         Self(Arc::new(Components {
+            budgets: Budgets::new(core.clone()),
             core,
             pools,
             capacity,
@@ -249,6 +254,11 @@ impl Service {
     /// Completes interrupted operations. Called once before the server accepts requests.
     pub async fn recover(&self) -> Result<()> {
         self.0.recovery.run().await
+    }
+
+    /// The budgets.
+    pub fn budgets(&self) -> &Budgets {
+        &self.0.budgets
     }
 
     /// The registered pools.

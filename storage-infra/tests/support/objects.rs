@@ -1,8 +1,8 @@
 //! Names and requests of tests.
 
 use infra_api::{
-    Access, AttachmentId, AttachmentSpec, Labels, Placement, PoolName, Qos, SnapshotId, SnapshotSpec,
-    VolumeId, VolumeSource, VolumeSpec,
+    Access, Account, AttachmentId, AttachmentSpec, Labels, Owner, Placement, PoolName, Qos, SnapshotId,
+    SnapshotSpec, VolumeId, VolumeSource, VolumeSpec,
 };
 use uuid::Uuid;
 
@@ -19,7 +19,7 @@ pub fn snapshot(id: &str) -> SnapshotId {
 }
 
 pub fn of(volume: &VolumeId) -> SnapshotSpec {
-    SnapshotSpec { volume: volume.clone(), labels: Labels::new() }
+    SnapshotSpec { volume: volume.clone(), account: Account::default(), labels: Labels::new() }
 }
 
 /// A volume with a snapshot as its source.
@@ -44,6 +44,7 @@ pub fn size(bytes: u64) -> VolumeSpec {
         source: None,
         qos: Qos::default(),
         shareable: false,
+        owner: Owner::default(),
         labels: Labels::new(),
     }
 }

@@ -8,10 +8,11 @@ use uuid::Uuid;
 use super::Client;
 use super::calls::json;
 use super::error::Result;
+use crate::account::Account;
 use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
 use crate::model::{
-    Attachment, AttachmentSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec, Pool, PoolSpec, Qos,
-    Snapshot, SnapshotSpec, Volume, VolumeSize, VolumeSpec,
+    Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec,
+    Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, Volume, VolumeSize, VolumeSpec,
 };
 use crate::problem::ObjectKind;
 
@@ -74,6 +75,33 @@ impl Client {
     /// Sets the QoS limits of a volume, online if it is attached.
     pub async fn put_qos(&self, id: &VolumeId, qos: &Qos) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/qos"), qos).await
+    }
+
+    /// Sets the account that a volume counts for, and its class.
+    pub async fn put_owner(&self, id: &VolumeId, owner: &Owner) -> Result<Volume> {
+        self.put(&format!("/v1/volumes/{id}/owner"), owner).await
+    }
+
+    // ---- budgets ----
+
+    /// Sets the limits of an account.
+    pub async fn put_budget(&self, account: &Account, limits: &BudgetSpec) -> Result<Budget> {
+        self.put(&format!("/v1/budgets/{account}"), limits).await
+    }
+
+    /// Gets the limits of an account, if it has a budget, and what it uses.
+    pub async fn get_budget(&self, account: &Account) -> Result<Budget> {
+        self.get(&format!("/v1/budgets/{account}"), &[]).await
+    }
+
+    /// Lists all accounts that have a budget or use space.
+    pub async fn list_budgets(&self) -> Result<Vec<Budget>> {
+        Ok(self.get::<List<Budget>>("/v1/budgets", &[]).await?.items)
+    }
+
+    /// Removes the limits of an account. Succeeds if it has none.
+    pub async fn delete_budget(&self, account: &Account) -> Result<()> {
+        self.delete(&format!("/v1/budgets/{account}")).await
     }
 
     // ---- snapshots ----

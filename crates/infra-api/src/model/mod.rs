@@ -1,6 +1,7 @@
 //! API objects, one module per kind: request bodies (`…Spec`) and response bodies.
 
 mod attachments;
+mod budgets;
 mod capacity;
 mod events;
 mod health;
@@ -12,6 +13,7 @@ mod snapshots;
 mod volumes;
 
 pub use attachments::{Access, Attachment, AttachmentSpec, AttachmentState, FormatToken};
+pub use budgets::{Budget, BudgetExcess, BudgetLimit, BudgetSpec, ClassLimits, ClassUsage, Usage};
 pub use capacity::{Capacity, CapacityQuery};
 pub use events::{Change, Event, EventKind};
 pub use health::{Health, HypervisorHealth};
@@ -21,5 +23,6 @@ pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
 pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
 pub use volumes::{
-    Condition, ConditionCause, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec, VolumeState,
+    Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec,
+    VolumeState,
 };

@@ -53,7 +53,7 @@ pub struct PoolSpec {
     pub engine: EngineKind,
     /// Absolute path of an existing directory on the server. Immutable.
     pub path: String,
-    /// Labels that volume placement can select on, at most 900 bytes as JSON. The label [`crate::ZONE_LABEL`]
+    /// Labels that volume placement can select on, at most 780 bytes as JSON. The label [`crate::ZONE_LABEL`]
     /// (`topology.kubernetes.io/zone`) names the zone that can reach the pool.
     #[serde(default)]
     pub labels: Labels,

@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::labels::Labels;
-use super::volumes::VolumeState;
+use super::volumes::{Owner, VolumeState};
+use crate::account::Account;
 use crate::ids::{PoolName, SnapshotId, VolumeId};
 
 /// Desired snapshot: the body of `PUT /v1/snapshots/{id}`.
@@ -17,7 +18,10 @@ pub struct SnapshotSpec {
     /// The source volume. On a pool with reflinks it may be attached and written to meanwhile; the snapshot is
     /// crash-consistent.
     pub volume: VolumeId,
-    /// Labels for display and reports; at most 900 bytes as JSON.
+    /// The account that the snapshot counts for. Empty: that of the volume.
+    #[serde(default, skip_serializing_if = "Account::is_nobody")]
+    pub account: Account,
+    /// Labels for display and reports; at most 780 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }
@@ -40,6 +44,9 @@ pub struct Snapshot {
     /// Bytes copied so far, while the snapshot is being copied because the pool has no reflinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copied_bytes: Option<u64>,
+    /// The account that the snapshot counts for, and the class of its volume.
+    #[serde(default, skip_serializing_if = "Owner::is_default")]
+    pub owner: Owner,
     /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,

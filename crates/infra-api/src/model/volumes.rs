@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::labels::Labels;
+use crate::account::Account;
 use crate::ids::{PoolName, SnapshotId, VolumeId};
 
 /// Placement constraints of a volume.
@@ -17,7 +18,7 @@ pub struct Placement {
     /// Only this pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolName>,
-    /// Only pools with all of these labels. At most 900 bytes as JSON.
+    /// Only pools with all of these labels. At most 780 bytes as JSON.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool_labels: Labels,
     /// Anti-affinity group: a pool holds at most one volume of each group. At most 63 bytes.
@@ -58,10 +59,29 @@ impl Qos {
     }
 }
 
+/// Whom a volume or snapshot counts for: the body of `PUT /v1/volumes/{id}/owner`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Owner {
+    /// The account whose budget limits it. Empty: none.
+    #[serde(default)]
+    pub account: Account,
+    /// Name of the StorageClass in the management cluster, for limits per class; may be empty. At most 253 bytes.
+    #[serde(default)]
+    pub class: String,
+}
+
+impl Owner {
+    /// Whether it has neither an account nor a class.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// Desired volume: the body of `PUT /v1/volumes/{id}`.
 ///
 /// Sizes, placement (without zones), source and `shareable` identify the request: repeating it returns the existing
-/// volume (200); the same ID with other values fails with `exists`. Labels and QoS of the first request are kept.
+/// volume (200); the same ID with other values fails with `exists`. Labels, QoS and owner of the first request are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSpec {
@@ -83,7 +103,10 @@ pub struct VolumeSpec {
     /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
-    /// Labels for display and reports; the server ignores them. At most 900 bytes as JSON.
+    /// The account that the volume counts for, and its class.
+    #[serde(default, skip_serializing_if = "Owner::is_default")]
+    pub owner: Owner,
+    /// Labels for display and reports; the server ignores them. At most 780 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }
@@ -190,6 +213,9 @@ pub struct Volume {
     /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
+    /// The account that the volume counts for, and its class.
+    #[serde(default, skip_serializing_if = "Owner::is_default")]
+    pub owner: Owner,
     /// Health of the volume.
     #[serde(default)]
     pub condition: Condition,

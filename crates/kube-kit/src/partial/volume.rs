@@ -40,6 +40,8 @@ pub struct PersistentVolumeSpec {
     pub csi: Option<CsiSource>,
     /// `Delete` or `Retain`.
     pub persistent_volume_reclaim_policy: Option<String>,
+    /// StorageClass.
+    pub storage_class_name: Option<String>,
     /// `Filesystem` or `Block`.
     pub volume_mode: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! Page of the custom resources, from the schemas of their types.
 
 use anyhow::{Context, Result};
-use crds::AttachReason;
+use crds::{AttachReason, BudgetReason};
 use serde_json::Value;
 
 use super::Generated;
@@ -114,9 +114,11 @@ fn kind(field: &Value, is_required: bool) -> String {
 fn reasons(page: &mut String) {
     page.push_str("\n## Reasons of a VolumeAttachment\n");
     paragraph(page, "Values of `status.error.reason`, and of `reason` in the condition `Attached`:");
-    let rows: Vec<Vec<String>> = AttachReason::ALL
-        .iter()
-        .map(|(reason, meaning)| vec![code(reason.as_str()), cell(meaning)])
-        .collect();
+    let row = |(reason, meaning): (&str, &str)| vec![code(reason), cell(meaning)];
+    let rows: Vec<_> = AttachReason::ALL.iter().map(|(one, meaning)| row((one.as_str(), meaning))).collect();
+    table(page, &["reason", "meaning"], &rows);
+    page.push_str("\n## Reasons of a StorageBudget\n");
+    paragraph(page, "Values of `reason` in the condition `Applied`:");
+    let rows: Vec<_> = BudgetReason::ALL.iter().map(|(one, meaning)| row((one.as_str(), meaning))).collect();
     table(page, &["reason", "meaning"], &rows);
 }

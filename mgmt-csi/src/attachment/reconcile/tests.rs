@@ -10,8 +10,8 @@ use futures::future::join_all;
 use futures::stream::BoxStream;
 use http::{Request, Response};
 use infra_api::{
-    AttachmentSpec, Capacity, CapacityQuery, Event, List, Node, Pool, Qos, Snapshot, SnapshotId,
-    SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Account, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event, List, Node, Owner, Pool,
+    Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use kube::client::Body;
 use kube_kit::fair::Limits;
@@ -23,7 +23,8 @@ use super::super::limiter::PER_VM;
 use super::*;
 use crate::cluster::Cluster;
 use crate::infra::{
-    AttachedDisk, CreateError, DeleteError, ExpandError, LimitError, Message, ParsedId, SnapshotError,
+    AttachedDisk, BudgetError, CreateError, DeleteError, ExpandError, LimitError, Message, ParsedId,
+    SnapshotError,
     parse_attachment_id,
 };
 use crate::ownership::UnlabelledVms;
@@ -98,6 +99,22 @@ impl StorageInfra for Failing {
     }
 
     async fn limit_volume(&self, _: &VolumeId, _: &Qos, _: Deadline) -> Result<Volume, LimitError> {
+        unreachable!()
+    }
+
+    async fn set_owner(&self, _: &VolumeId, _: &Owner, _: Deadline) -> Result<(), LimitError> {
+        unreachable!()
+    }
+
+    async fn list_budgets(&self, _: Deadline) -> Result<Vec<Budget>, ReadError> {
+        unreachable!()
+    }
+
+    async fn set_budget(&self, _: &Account, _: &BudgetSpec, _: Deadline) -> Result<(), BudgetError> {
+        unreachable!()
+    }
+
+    async fn delete_budget(&self, _: &Account, _: Deadline) -> Result<(), BudgetError> {
         unreachable!()
     }
 

@@ -3,8 +3,8 @@
 use infra_api::{ClientError, ObjectKind, Problem, ProblemCode};
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, Message,
-    ReadError, SnapshotError,
+    AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
+    Message, ReadError, SnapshotError,
 };
 
 impl From<ClientError> for Indeterminate {
@@ -21,7 +21,7 @@ impl From<ClientError> for CreateError {
             ProblemCode::NotFound if is_source(problem) => Self::SourceNotFound(Message::of(problem)),
             ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(Message::of(problem)),
             ProblemCode::Exists => Self::Different(Message::of(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
+            ProblemCode::OutOfSpace | ProblemCode::OverBudget => Self::OutOfSpace(Message::of(problem)),
             // ReadOnly does not tell the result of an earlier request with this ID, so it is not final either.
             ProblemCode::InUse
             | ProblemCode::Ended
@@ -44,6 +44,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::Exists
             | ProblemCode::Ended
             | ProblemCode::OutOfSpace
+            | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
@@ -61,7 +62,7 @@ impl From<ClientError> for SnapshotError {
             ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
             ProblemCode::Exists => Self::Different(Message::of(problem)),
             ProblemCode::InUse => Self::InUse(Message::of(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
+            ProblemCode::OutOfSpace | ProblemCode::OverBudget => Self::OutOfSpace(Message::of(problem)),
             ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
@@ -79,7 +80,7 @@ impl From<ClientError> for ExpandError {
             ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
             ProblemCode::InUse => Self::InUse(Message::of(problem)),
-            ProblemCode::OutOfSpace => Self::OutOfSpace(Message::of(problem)),
+            ProblemCode::OutOfSpace | ProblemCode::OverBudget => Self::OutOfSpace(Message::of(problem)),
             // Exists: the volume was expanded between the read and this call; a retry succeeds.
             ProblemCode::Exists
             | ProblemCode::Ended
@@ -102,6 +103,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::InUse
             | ProblemCode::Ended
             | ProblemCode::OutOfSpace
+            | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
@@ -120,11 +122,21 @@ impl From<ClientError> for ReadError {
             | ProblemCode::InUse
             | ProblemCode::Ended
             | ProblemCode::OutOfSpace
+            | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
+        }
+    }
+}
+
+impl From<ClientError> for BudgetError {
+    fn from(error: ClientError) -> Self {
+        match error.problem() {
+            Some(problem) if problem.code == ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
+            _ => Self::Indeterminate(indeterminate(&error)),
         }
     }
 }
@@ -146,6 +158,7 @@ impl From<ClientError> for AttachError {
             (
                 ProblemCode::NotFound
                 | ProblemCode::OutOfSpace
+                | ProblemCode::OverBudget
                 | ProblemCode::ReadOnly
                 | ProblemCode::Unavailable
                 | ProblemCode::Internal,
@@ -190,13 +203,14 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 11] = [
+    const CODES: [ProblemCode; 12] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,
         ProblemCode::Ended,
         ProblemCode::InUse,
         ProblemCode::OutOfSpace,
+        ProblemCode::OverBudget,
         ProblemCode::NodeNotRunning,
         ProblemCode::TooManyDisks,
         ProblemCode::Unavailable,
@@ -223,14 +237,18 @@ mod tests {
     }
 
     #[test]
-    fn out_of_space_gives_resource_exhausted() {
-        let status = Status::from(CreateError::from(problem(ProblemCode::OutOfSpace)));
-        assert_eq!(status.code(), Code::ResourceExhausted);
+    fn a_volume_without_space_or_beyond_the_budget_gives_resource_exhausted_and_an_expansion_out_of_range() {
+        for code in [ProblemCode::OutOfSpace, ProblemCode::OverBudget] {
+            let status = Status::from(CreateError::from(problem(code)));
+            assert_eq!(status.code(), Code::ResourceExhausted, "{code}");
+            let status = Status::from(ExpandError::from(problem(code)));
+            assert_eq!(status.code(), Code::OutOfRange, "{code}");
+        }
     }
 
     #[test]
     fn a_refused_snapshot_gives_a_final_code_so_that_it_can_be_deleted() {
-        for code in [ProblemCode::InUse, ProblemCode::OutOfSpace] {
+        for code in [ProblemCode::InUse, ProblemCode::OutOfSpace, ProblemCode::OverBudget] {
             let status = Status::from(SnapshotError::from(problem(code)));
             assert_eq!(status.code(), Code::FailedPrecondition, "{code}");
         }

@@ -2,8 +2,8 @@
 //!
 //! Events about claims, and the status of VolumeAttachments, VirtualMachines and VolumeSnapshots, are read by guests. The texts
 //! of the storage infra name pools, paths, hosts, free space, and VMs and volumes of other guests, so they are never copied
-//! there: a guest's text follows from the code of the problem. The one exception is `invalid`, whose detail describes the
-//! request itself.
+//! there: a guest's text follows from the code of the problem. The exceptions are `invalid` and `over-budget`, whose details
+//! describe the request itself and the guest's own budget.
 
 use std::fmt;
 use std::sync::Arc;
@@ -141,8 +141,8 @@ fn complete(problem: &Problem) -> String {
 /// What a guest is told about a problem.
 fn for_guest(problem: &Problem) -> String {
     let text = match problem.code {
-        // The detail describes the request.
-        ProblemCode::Invalid => return complete(problem),
+        // The detail describes the request, and the guest's own budget.
+        ProblemCode::Invalid | ProblemCode::OverBudget => return complete(problem),
         ProblemCode::NotFound => return format!("{}; {SEE_LOG}", not_found(problem)),
         ProblemCode::OutOfSpace => return format!("{}; {SEE_LOG}", out_of_space(problem)),
         ProblemCode::Exists => "an object of this name exists with other parameters",

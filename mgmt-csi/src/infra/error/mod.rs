@@ -67,7 +67,7 @@ pub enum CreateError {
     /// A volume with this ID and other parameters exists.
     #[error("{0}")]
     Different(Message),
-    /// No pool has enough capacity.
+    /// No pool has enough capacity, or the guest's budget does not allow the volume.
     #[error("{0}")]
     OutOfSpace(Message),
     /// The result is unknown.
@@ -84,7 +84,7 @@ impl From<CreateError> for Status {
             CreateError::SourceNotFound(text) => text.status(Code::NotFound),
             // Final: the specification's code for a name that is taken by an incompatible volume.
             CreateError::Different(text) => text.status(Code::AlreadyExists),
-            // Nothing was created. csi-provisioner retries, because capacity may become available.
+            // Nothing was created. csi-provisioner retries, because capacity may become available, or the budget be raised.
             CreateError::OutOfSpace(text) => text.status(Code::ResourceExhausted),
             CreateError::Indeterminate(inner) => inner.into(),
         }
@@ -128,7 +128,7 @@ pub enum SnapshotError {
     /// The volume cannot be copied while a VM may write to it.
     #[error("{0}")]
     InUse(Message),
-    /// The pool of the volume has not enough capacity.
+    /// The pool of the volume has not enough capacity, or the guest's budget does not allow the snapshot.
     #[error("{0}")]
     OutOfSpace(Message),
     /// The result is unknown.
@@ -165,7 +165,7 @@ pub enum ExpandError {
     /// The volume cannot be expanded while attached in its current way. Nothing was changed.
     #[error("{0}")]
     InUse(Message),
-    /// The pool of the volume has not enough capacity. Nothing was changed.
+    /// The pool of the volume has not enough capacity, or the guest's budget does not allow the size. Nothing was changed.
     #[error("{0}")]
     OutOfSpace(Message),
     /// The result is unknown.
@@ -188,7 +188,7 @@ impl From<ExpandError> for Status {
     }
 }
 
-/// Failure to set QoS limits.
+/// Failure to set the QoS limits or the owner of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LimitError {
     /// The request is invalid.
@@ -230,6 +230,17 @@ impl From<ReadError> for Status {
             ReadError::Indeterminate(inner) => inner.into(),
         }
     }
+}
+
+/// Failure to set or remove a budget.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BudgetError {
+    /// The request is invalid.
+    #[error("{0}")]
+    Invalid(Message),
+    /// The result is unknown.
+    #[error(transparent)]
+    Indeterminate(#[from] Indeterminate),
 }
 
 /// Failure of an attach. All but [`AttachError::Indeterminate`] imply that the disk is not attached under this ID.

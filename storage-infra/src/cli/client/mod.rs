@@ -1,6 +1,7 @@
 //! Client commands, over the REST API; one module per kind of object.
 
 mod attachments;
+mod budgets;
 mod hypervisors;
 mod nodes;
 mod pools;
@@ -56,6 +57,11 @@ pub(super) enum ClientCommand {
         #[command(subcommand)]
         command: attachments::AttachmentCommand,
     },
+    /// Show budgets of guests, and what each guest uses.
+    Budget {
+        #[command(subcommand)]
+        command: budgets::BudgetCommand,
+    },
     /// Show the capacity available to new volumes.
     Capacity {
         /// Only this pool.
@@ -92,6 +98,7 @@ pub(super) async fn run(command: ClientCommand) -> anyhow::Result<()> {
         ClientCommand::Node { command } => nodes::run(command).await,
         ClientCommand::Hypervisor { command } => hypervisors::run(command).await,
         ClientCommand::Attachment { command } => attachments::run(command).await,
+        ClientCommand::Budget { command } => budgets::run(command).await,
         ClientCommand::Capacity { pool, zone, labels, client } => {
             let query = CapacityQuery { pool, zone, labels: labels.into_iter().collect() };
             output::one(client.output, &client.connect()?.capacity(&query).await?)

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Subcommand;
-use infra_api::{Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId};
+use infra_api::{Account, Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId};
 use process_kit::duration;
 
 use super::ClientArgs;
@@ -71,7 +71,7 @@ pub(super) async fn run(command: SnapshotCommand) -> anyhow::Result<()> {
             output::one(client.output, &found.with_context(|| format!("snapshot {id} not found"))?)
         }
         SnapshotCommand::Create { id, volume, timeout, client } => {
-            let spec = SnapshotSpec { volume, labels: Labels::new() };
+            let spec = SnapshotSpec { volume, account: Account::default(), labels: Labels::new() };
             output::one(client.output, &client.connect()?.put_snapshot(&id, &spec, timeout).await?)
         }
         SnapshotCommand::Delete { id, client } => {

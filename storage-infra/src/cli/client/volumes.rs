@@ -5,7 +5,8 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use infra_api::{
-    Labels, Placement, PoolName, Qos, SnapshotId, Volume, VolumeId, VolumeSize, VolumeSource, VolumeSpec,
+    Labels, Owner, Placement, PoolName, Qos, SnapshotId, Volume, VolumeId, VolumeSize, VolumeSource,
+    VolumeSpec,
 };
 use process_kit::duration;
 
@@ -157,6 +158,7 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
                 source,
                 qos: qos.into(),
                 shareable,
+                owner: Owner::default(),
                 labels: Labels::new(),
             };
             output::one(client.output, &client.connect()?.put_volume(&id, &spec, timeout).await?)

@@ -37,6 +37,7 @@ fn record(object: &Object, identity: u128) -> Record {
             format_token: None,
             written: false,
             revision: 5,
+            owner: None,
             holders: Vec::new(),
         })),
         Object::Snapshot(id) => Record::Snapshot(SnapshotRecord {
@@ -46,6 +47,7 @@ fn record(object: &Object, identity: u128) -> Record {
             family: identity,
             labels: Labels::new(),
             created_at,
+            owner: None,
         }),
     }
 }

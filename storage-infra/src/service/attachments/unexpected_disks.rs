@@ -263,6 +263,7 @@ mod tests {
             source: None,
             qos: Qos::default(),
             shareable: false,
+            owner: Default::default(),
             labels: Labels::new(),
         };
         let disk_uuid = Uuid::from_u128(7);
@@ -281,6 +282,7 @@ mod tests {
             qos_due: false,
             format_token: infra_api::FormatToken::random(),
             written: false,
+            owner: Default::default(),
         };
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
         let on_full = infra_api::OnFull::default();

@@ -1,8 +1,8 @@
 //! The records of volumes and snapshots as they should be on disk, by the catalog.
 
 use infra_api::{
-    Access, Labels, NodeRef, NodeSpec, ObjectKind, Placement, Problem, ProblemCode, VolumeId, VolumeSpec,
-    VolumeState,
+    Access, Labels, NodeRef, NodeSpec, ObjectKind, Owner, Placement, Problem, ProblemCode, VolumeId,
+    VolumeSpec, VolumeState,
 };
 
 use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
@@ -23,8 +23,9 @@ pub(in crate::service) fn volume_record(
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
         capacity: row.capacity,
-        // Zones matter only for new volumes, and the size of a record is limited.
+        // Zones matter only for new volumes, the owner is recorded below, and the size of a record is limited.
         spec: VolumeSpec {
+            owner: Owner::default(),
             placement: Placement { zones: Vec::new(), ..row.spec.placement.clone() },
             ..row.spec.clone()
         },
@@ -34,6 +35,7 @@ pub(in crate::service) fn volume_record(
         format_token: Some(row.format_token),
         written: row.written,
         revision,
+        owner: Some(row.owner.clone()),
         holders,
     }))
 }
@@ -47,6 +49,7 @@ pub(in crate::service) fn snapshot_record(row: &SnapshotRow, taken_at: &str) -> 
         family: row.family,
         labels: row.labels.clone(),
         created_at: taken_at.to_owned(),
+        owner: Some(row.owner.clone()),
     })
 }
 
@@ -179,8 +182,8 @@ pub(in crate::service) fn unended(
 #[cfg(test)]
 mod tests {
     use infra_api::{
-        AttachmentId, FormatToken, MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES,
-        PoolName, Qos, SnapshotId, VolumeSource,
+        Account, AttachmentId, FormatToken, MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME,
+        MAX_ZONE, MAX_ZONES, PoolName, Qos, SnapshotId, VolumeSource,
     };
     use uuid::Uuid;
 
@@ -208,6 +211,7 @@ mod tests {
             source: Some(VolumeSource::Volume(VolumeId::new("s".repeat(LONGEST_ID)).unwrap())),
             qos: Qos { iops: Some(u64::MAX), bytes_per_second: Some(u64::MAX) },
             shareable: true,
+            owner: Owner { account: Account::new("g".repeat(63)).unwrap(), class: "c".repeat(MAX_CLASS) },
             labels: labels(),
         };
         spec.check_bounds().unwrap();
@@ -226,6 +230,7 @@ mod tests {
             disk_uuid: Uuid::max(),
             state: VolumeState::Ready,
             qos: spec.qos,
+            owner: spec.owner.clone(),
             spec,
             created_at: "2026-01-01T00:00:00Z".into(),
             family: Uuid::max(),
@@ -261,6 +266,7 @@ mod tests {
             state: VolumeState::Ready,
             labels: labels(),
             created_at: row.created_at.clone(),
+            owner: row.owner.clone(),
         };
         let written = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
         assert!(written <= MAX_RECORD_BYTES, "{written}");

@@ -84,6 +84,7 @@ impl Snapshots {
             pool: row.pool,
             state: row.state,
             copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
+            owner: row.owner,
             labels: row.labels,
             created_at: row.created_at,
         }

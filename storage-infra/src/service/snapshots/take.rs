@@ -1,12 +1,17 @@
 //! Taking a snapshot: reservation, intent, copy and result.
 
-use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, SnapshotId, SnapshotSpec, VolumeState};
+use infra_api::{
+    Account, Change, EventKind, ObjectKind, Owner, Problem, ProblemCode, SnapshotId, SnapshotSpec,
+    VolumeState,
+};
 
 use super::Snapshots;
 use crate::audit;
-use crate::catalog::{PoolRow, SnapshotRow, VolumeRow};
+use crate::budget::Demand;
+use crate::catalog::{PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::{Method, Object};
 use crate::placement::Candidate;
+use crate::service::budgets::refuse_over_budget;
 use crate::service::core::now;
 use crate::service::files::{Origin, refuse_copy_while_writable};
 use crate::service::lookups::{self, pool_of, ready_volume};
@@ -73,11 +78,13 @@ impl Snapshots {
             state: VolumeState::Creating,
             labels: spec.labels.clone(),
             created_at: now(),
+            owner: owner(&spec.account, &source.owner),
         };
         let (insert, inputs) = (row.clone(), inputs.clone());
         self.core
             .catalog()
             .run(move |tx| -> Result<_> {
+                refuse_beyond_budget(tx, &insert)?;
                 refuse_without_capacity(&insert, inputs.candidates(tx, None)?)?;
                 if ready_volume(tx, &insert.volume)?.size() != insert.capacity {
                     let detail = format!("the volume {} was expanded meanwhile; retry", insert.volume);
@@ -167,6 +174,18 @@ impl Snapshots {
             .run(move |tx| -> Result<_> { Ok(tx.finish_snapshot(&row.id, kept, &taken_at)?) })
             .await
     }
+}
+
+/// Whom a snapshot counts for: a requested account, else that of its volume.
+fn owner(requested: &Account, volume: &Owner) -> Owner {
+    let account = if requested.is_nobody() { &volume.account } else { requested };
+    Owner { account: account.clone(), class: volume.class.clone() }
+}
+
+fn refuse_beyond_budget(tx: &Tx<'_>, row: &SnapshotRow) -> Result<()> {
+    let snapshots_of_volume = tx.count_snapshots(&row.volume, &row.owner.account)?;
+    let demand = Demand { bytes: row.reserved, volumes: 0, snapshots: 1, snapshots_of_volume };
+    refuse_over_budget(tx, &row.owner, &demand, ObjectKind::Snapshot, &row.id)
 }
 
 /// Refuses if the pool lacks capacity for the bytes that the snapshot can keep.

@@ -8,9 +8,11 @@ use infra_api::{
 
 use super::VolumeChanges;
 use super::size::rounded_size;
+use crate::budget::Demand;
 use crate::catalog::{Tx, VolumeRow};
 use crate::engine::EngineError;
 use crate::placement::Candidate;
+use crate::service::budgets::refuse_over_budget;
 use crate::service::lookups::{node_refs, pool_of};
 use crate::service::pools::CapacityInputs;
 use crate::service::problems::{Failure, Result};
@@ -68,13 +70,16 @@ impl VolumeChanges {
         }
     }
 
-    /// Writes the intent to expand if the pool has the capacity.
+    /// Writes the intent to expand if the budget and the pool allow it.
     async fn reserve_expansion(&self, row: &VolumeRow, target: u64, inputs: &CapacityInputs) -> Result<()> {
         let (row, inputs) = (row.clone(), inputs.clone());
         self.core
             .catalog()
             .run(move |tx| {
-                refuse_without_capacity(&row, target - row.size(), inputs.candidates(tx, None)?)?;
+                let more = target - row.size();
+                let demand = Demand { bytes: more, ..Demand::default() };
+                refuse_over_budget(tx, &row.owner, &demand, ObjectKind::Volume, &row.id)?;
+                refuse_without_capacity(&row, more, inputs.candidates(tx, None)?)?;
                 Ok(tx.begin_expand(&row.id, target)?)
             })
             .await

@@ -1,8 +1,9 @@
-//! Volumes: create, list and delete; changes of their size and limits.
+//! Volumes: create, list and delete; changes of their size, limits and owner.
 
 mod create;
 mod delete;
 mod expand;
+mod owner;
 mod qos;
 mod reserve;
 mod size;
@@ -38,7 +39,7 @@ pub struct Volumes {
     unexpected_disks: Arc<UnexpectedDisks>,
 }
 
-/// Changes of existing volumes: size and I/O limits.
+/// Changes of existing volumes: size, I/O limits and owner.
 pub struct VolumeChanges {
     core: Arc<Core>,
     engines: Arc<Engines>,
@@ -132,6 +133,7 @@ impl Volumes {
             source: row.spec.source,
             qos: row.qos,
             shareable: row.spec.shareable,
+            owner: row.owner,
             labels: row.spec.labels,
             created_at: row.created_at,
             attached_to: attachments.iter().map(|attachment| attachment.node).collect(),

@@ -9,9 +9,11 @@ use infra_api::{
 use uuid::Uuid;
 
 use super::Volumes;
+use crate::budget::Demand;
 use crate::catalog::{PoolRow, Tx, VolumeRow};
 use crate::engine::{Object, PoolFacts};
 use crate::placement;
+use crate::service::budgets::refuse_over_budget;
 use crate::service::core::now;
 use crate::service::files::refuse_copy_while_writable;
 use crate::service::lookups::{self, ready_volume};
@@ -89,10 +91,12 @@ impl RequestedVolume {
         Ok(source)
     }
 
-    /// Plans the volume's row in the best pool. Fails if no pool fits.
+    /// Plans the volume's row in the best pool. Fails if the budget does not allow it or no pool fits.
     fn plan(&self, tx: &Tx<'_>, inputs: &CapacityInputs) -> Result<VolumeRow> {
         let Self { id, spec, size, disk_uuid, format_token } = self;
         let source = self.source(tx)?;
+        let demand = Demand { bytes: *size, volumes: 1, ..Demand::default() };
+        refuse_over_budget(tx, &spec.owner, &demand, ObjectKind::Volume, id)?;
         let (facts, from_scan) = (&*inputs.facts, inputs.from_scan);
         let candidates = inputs.candidates(tx, spec.placement.anti_affinity_id.as_deref())?;
         let near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
@@ -128,6 +132,7 @@ impl RequestedVolume {
             format_token: *format_token,
             // Copied bytes count as data.
             written: spec.source.is_some(),
+            owner: spec.owner.clone(),
         })
     }
 }

@@ -123,6 +123,15 @@ pub const LABEL_CLUSTER_ID: &str = "nestor.dev/cluster-id";
 /// Key in `spec.csi.volumeAttributes` of a management PersistentVolume: cluster ID of the guest whose claim it was created
 /// for; empty if it was no guest's. Written by csi-provisioner, once.
 pub const ATTRIBUTE_CLUSTER_ID: &str = LABEL_CLUSTER_ID;
+/// Key in `spec.csi.volumeAttributes` of a sibling, which is a management PersistentVolume through which guests of another
+/// namespace share a volume: name of the PersistentVolume that it was made from.
+pub const ATTRIBUTE_SIBLING_OF: &str = "nestor.dev/sibling-of";
+/// Annotation on a management claim whose volume has siblings: the mode, `rw` or `ro`, of each guest that shares it, by cluster
+/// ID, as JSON. Its guest can't delete the claim. Written by mgmt-csi.
+pub const ANNOTATION_SHARED_WITH: &str = "nestor.dev/shared-with";
+/// Annotation on the management claim of a sibling: cluster ID of the guest whose volume it is; empty if it is no guest's.
+/// Written by mgmt-csi.
+pub const ANNOTATION_SHARED_FROM: &str = "nestor.dev/shared-from";
 /// Prefix of the label with which a platform team shares a volume with a guest: `share.nestor.dev/<cluster ID>: rw|ro`. On
 /// the management PersistentVolume it is the authority; mgmt-csi copies it to the claim, where gc-csi reads it.
 pub const LABEL_SHARE_PREFIX: &str = "share.nestor.dev/";
@@ -236,6 +245,12 @@ pub fn management_pvc(prefix: &str, cluster_id: &str, csi_name: &str) -> String 
 /// Name of the management VolumeSnapshot of a guest snapshot: `snap-<hash of cluster ID and CSI name>`.
 pub fn management_snapshot(cluster_id: &str, csi_name: &str) -> String {
     format!("snap-{}", digest(&["snapshot", cluster_id, csi_name], 32))
+}
+
+/// Name of the PersistentVolume, and by default of the claim, through which a guest of another namespace shares the volume of a
+/// management claim: `share-<hash of claim and guest>`.
+pub fn sibling(namespace: &str, claim: &str, cluster_id: &str) -> String {
+    format!("share-{}", digest(&["sibling", namespace, claim, cluster_id], 32))
 }
 
 /// Name of the `VolumeAttachment` of a claim on a VM: `<VM name, cut>-<hash of VM and claim>`.
@@ -353,6 +368,7 @@ mod tests {
     fn any_csi_name_gives_a_dns_label() {
         for csi in ["pvc-1", "", "Ünï cödé/../\u{0}", &"x".repeat(300)] {
             assert!(is_label(&management_pvc("pvc", "cluster", csi)), "{csi}");
+            assert!(is_label(&sibling("guest", csi, "cluster")), "{csi}");
         }
     }
 

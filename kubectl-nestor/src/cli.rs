@@ -8,7 +8,7 @@ use process_kit::duration;
 
 use crate::subject::Subject;
 
-/// Follows Nestor's volumes through the guest and the management cluster, and checks an installation.
+/// Follows Nestor's volumes through the guest and the management cluster, shares them, and checks an installation.
 #[derive(Debug, Parser)]
 #[command(
     name = "kubectl-nestor",
@@ -79,6 +79,15 @@ pub enum Command {
                       infra (volumes, snapshots and attachments that no object names), and can remove orphans."
     )]
     Orphans(ListArgs),
+    /// Shares the volume of a management claim with a guest.
+    #[command(
+        after_help = "Needs the rights of the platform team. If the guest has another management namespace, creates a \
+                      PersistentVolume of the same volume and a claim there; else labels the PersistentVolume. Prints the \
+                      PersistentVolume to create in the guest. A repetition changes only what differs."
+    )]
+    Share(ShareArgs),
+    /// Ends what share began, unless the guest has the volume attached.
+    Unshare(UnshareArgs),
     /// Checks the installation in each connected cluster.
     Check(CheckArgs),
     /// Writes a support bundle (.tar.gz) without Secrets and credentials.
@@ -115,6 +124,46 @@ pub struct ListArgs {
     pub output: Format,
 }
 
+/// Flags of `share`.
+#[derive(Debug, Clone, Args)]
+pub struct ShareArgs {
+    /// Management claim. Its namespace is that of --management-namespace, --namespace or the context.
+    #[arg(value_name = "CLAIM")]
+    pub claim: String,
+    /// The guest: its cluster ID, or the name of its ServiceAccount.
+    #[arg(long, value_name = "GUEST")]
+    pub with: String,
+    /// The guest may only read: the disk is plugged read-only.
+    #[arg(long)]
+    pub read_only: bool,
+    /// Management namespace of the guest. Default: that of its ServiceAccount or of its VirtualMachines.
+    #[arg(long, value_name = "NAMESPACE")]
+    pub to_namespace: Option<String>,
+    /// Name of the claim to create there. Default: share-HASH.
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Print the objects of the management cluster, and create nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t = Format::Text)]
+    pub output: Format,
+}
+
+/// Flags of `unshare`.
+#[derive(Debug, Clone, Args)]
+pub struct UnshareArgs {
+    /// Management claim. Its namespace is that of --management-namespace, --namespace or the context.
+    #[arg(value_name = "CLAIM")]
+    pub claim: String,
+    /// The guest: its cluster ID, or the name of its ServiceAccount.
+    #[arg(long, value_name = "GUEST")]
+    pub with: String,
+    /// Management namespace of the guest. Default: that of its ServiceAccount or of its VirtualMachines.
+    #[arg(long, value_name = "NAMESPACE")]
+    pub to_namespace: Option<String>,
+}
+
 /// Flags of `pools`.
 #[derive(Debug, Clone, Args)]
 pub struct PoolsArgs {
@@ -148,6 +197,25 @@ pub struct BundleArgs {
     pub log_lines: i64,
 }
 
+impl Command {
+    /// Whether its object is in the management cluster.
+    fn is_of_management(&self) -> bool {
+        matches!(self, Self::Share(_) | Self::Unshare(_))
+    }
+}
+
+impl Cli {
+    /// The connection, with --namespace as the management namespace for a command about an object there.
+    pub fn connection(&self) -> Connection {
+        let mut connection = self.connection.clone();
+        if self.command.is_of_management() {
+            let namespace = connection.namespace.take();
+            connection.management_namespace = connection.management_namespace.or(namespace);
+        }
+        connection
+    }
+}
+
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
@@ -177,5 +245,21 @@ mod tests {
         assert_eq!((args.output, args.subject.to_string()), (Format::Json, "pvc/data".to_owned()));
         assert!(Cli::try_parse_from(["kubectl-nestor", "trace", "job/data"]).is_err());
         assert!(Cli::try_parse_from(["kubectl-nestor", "trace", "pvc/a", "--timeout", "1m"]).is_err());
+    }
+
+    #[test]
+    fn the_namespace_of_a_shared_claim_is_one_of_the_management_cluster() {
+        let namespaces = |words: &str| {
+            let cli = Cli::try_parse_from(words.split(' ')).unwrap();
+            let connection = cli.connection();
+            (connection.namespace, connection.management_namespace)
+        };
+        let (guest, management) = namespaces("kubectl-nestor share data --with g2 -n guest-1");
+        assert_eq!((guest, management.as_deref()), (None, Some("guest-1")));
+        let (guest, management) =
+            namespaces("kubectl-nestor unshare data --with g2 --management-namespace m -n guest-1");
+        assert_eq!((guest, management.as_deref()), (None, Some("m")));
+        let (guest, management) = namespaces("kubectl-nestor trace pvc/data -n shop");
+        assert_eq!((guest.as_deref(), management), (Some("shop"), None));
     }
 }

@@ -36,6 +36,19 @@ pub enum Error {
         /// Cause.
         reason: String,
     },
+    /// An object could not be changed.
+    #[error("cannot {action} {what} in the management cluster: {reason}")]
+    Change {
+        /// What was to be done.
+        action: &'static str,
+        /// With which object.
+        what: String,
+        /// Cause.
+        reason: String,
+    },
+    /// The command is not possible with the present objects.
+    #[error("{0}")]
+    Refused(String),
     /// The subject does not exist.
     #[error("{0} does not exist{1}")]
     NoSubject(String, String),
@@ -54,6 +67,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// A failed change.
+    pub fn change(action: &'static str, what: impl Into<String>, error: &kube::Error) -> Self {
+        Self::Change { action, what: what.into(), reason: chain(error) }
+    }
+
     /// A failed request.
     pub fn request(cluster: &'static str, what: impl Into<String>, error: &kube::Error) -> Self {
         Self::Request { cluster, what: what.into(), reason: chain(error) }

@@ -1,5 +1,5 @@
 //! kubectl plugin: follows one volume through both clusters, lists and checks what belongs to Nestor, and collects support
-//! bundles. It only reads.
+//! bundles. It only reads, except to share a volume with another guest.
 
 pub mod bundle;
 pub mod check;
@@ -12,5 +12,6 @@ pub mod gather;
 pub mod lists;
 pub mod render;
 pub mod run;
+pub mod share;
 pub mod subject;
 pub mod trace;

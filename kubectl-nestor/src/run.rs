@@ -6,14 +6,14 @@ use crate::cli::{Cli, Command};
 use crate::clusters::Clusters;
 use crate::config::Config;
 use crate::error::Error;
-use crate::{bundle, check, lists, render, trace};
+use crate::{bundle, check, lists, render, share, trace};
 
 /// Runs a command. Returns whether everything is healthy.
 pub async fn run(cli: Cli) -> Result<bool, Error> {
     if let Command::Completion { shell } = cli.command {
         return completion(shell).map(|()| true);
     }
-    let clusters = Clusters::connect(Config::load(&cli.connection)?).await?;
+    let clusters = Clusters::connect(Config::load(&cli.connection())?).await?;
     match &cli.command {
         Command::Trace(args) => trace::run(&clusters, args).await,
         Command::Volumes(args) => lists::volumes::run(&clusters, args.output).await,
@@ -22,6 +22,8 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
         Command::Pools(args) => lists::pools::run(&clusters, args).await,
         Command::Usage(args) => lists::usage::run(&clusters, args.output).await,
         Command::Orphans(args) => lists::orphans::run(&clusters, args.output).await,
+        Command::Share(args) => share::share(&clusters, args).await,
+        Command::Unshare(args) => share::unshare(&clusters, args).await,
         Command::Check(args) => check::run(&clusters, args.output).await,
         Command::Bundle(args) => bundle::run(&clusters, args).await,
         Command::Completion { .. } => Ok(true),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crds::names::{
     ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_RECLAIM_POLICY,
-    ANNOTATION_REQUESTED_ZONES, ANNOTATION_TRACEPARENT, CONDITION_HEALTHY, FINALIZER_ATTACHED,
-    MANAGEMENT_DRIVER,
+    ANNOTATION_REQUESTED_ZONES, ANNOTATION_SHARED_FROM, ANNOTATION_SHARED_WITH, ANNOTATION_TRACEPARENT,
+    ATTRIBUTE_SIBLING_OF, CONDITION_HEALTHY, FINALIZER_ATTACHED, MANAGEMENT_DRIVER,
 };
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -47,9 +47,18 @@ impl Volumes {
         self.informer.get(&Key::cluster(name))
     }
 
-    /// The PersistentVolumes of this volume of the storage infra: normally one.
+    /// The PersistentVolumes of this volume of the storage infra: one, and its siblings.
     pub fn of_volume(&self, id: &VolumeId) -> Vec<Arc<PersistentVolume>> {
-        let names = self.by_handle.members(&Key::cluster(id.as_str()));
+        self.with_handle(id.as_str())
+    }
+
+    /// The PersistentVolumes with the handle of this one, if it belongs to this driver.
+    pub(crate) fn sharing(&self, volume: &PersistentVolumeSpec) -> Vec<Arc<PersistentVolume>> {
+        handle(volume).map(|handle| self.with_handle(handle)).unwrap_or_default()
+    }
+
+    fn with_handle(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
+        let names = self.by_handle.members(&Key::cluster(handle));
         names.iter().filter_map(|name| self.informer.get(name)).collect()
     }
 }
@@ -141,6 +150,11 @@ pub(crate) fn handle(volume: &PersistentVolumeSpec) -> Option<&str> {
     (csi.driver == MANAGEMENT_DRIVER).then_some(csi.volume_handle.as_str())
 }
 
+/// Whether guests of another namespace share a volume through this one.
+pub(crate) fn is_sibling(volume: &PersistentVolumeSpec) -> bool {
+    volume.csi.as_ref().is_some_and(|csi| csi.attribute(ATTRIBUTE_SIBLING_OF).is_some())
+}
+
 /// The value of an annotation of a claim.
 pub(crate) fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Option<&'a str> {
     claim.metadata.annotations.as_ref()?.get(key).map(String::as_str)
@@ -183,6 +197,8 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
             ANNOTATION_RECLAIM_POLICY,
             ANNOTATION_REQUESTED_ZONES,
             ANNOTATION_ACCESSIBLE_ZONES,
+            ANNOTATION_SHARED_WITH,
+            ANNOTATION_SHARED_FROM,
             ANNOTATION_TRACEPARENT,
             ANNOTATION_DELETION_TRACEPARENT,
         ];
@@ -209,6 +225,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     status.conditions.retain(|one| one.type_ == CONDITION_HEALTHY);
     claim.status = PersistentVolumeClaimStatus {
         phase: status.phase,
+        capacity: status.capacity,
         conditions: status.conditions,
         ..Default::default()
     };
@@ -226,6 +243,7 @@ fn trim_volume(volume: &mut PersistentVolume) {
     volume.spec = PersistentVolumeSpec {
         persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
         storage_class_name: spec.storage_class_name,
+        capacity: spec.capacity,
         csi: spec.csi,
         claim_ref: spec.claim_ref,
         ..Default::default()

@@ -23,6 +23,7 @@ pub mod images;
 pub mod infra_data;
 pub mod inventory;
 mod k8s_attachments;
+pub mod kubectl_plugin;
 mod leftovers;
 pub mod local_pod;
 pub mod machine;

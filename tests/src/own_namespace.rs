@@ -152,17 +152,36 @@ impl OwnNamespace {
             Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.status))))
         })
         .await?;
+        self.remove_siblings().await?;
         gone("management volumes of the namespace", || async {
-            let list = Api::<PersistentVolume>::all(self.client.clone()).list(&ListParams::default()).await?;
-            let own = list.iter().filter(|volume| {
-                let claim = volume.spec.as_ref().and_then(|spec| spec.claim_ref.as_ref());
-                claim.and_then(|claim| claim.namespace.as_ref()) == Some(&self.name)
-            });
-            Ok(own.map(ResourceExt::name_any).collect())
+            Ok(self.volumes().await?.iter().map(ResourceExt::name_any).collect())
         })
         .await?;
         self.remove_bindings(&Api::<ClusterRoleBinding>::all(self.client.clone())).await?;
         self.remove_bindings(&Api::<RoleBinding>::namespaced(self.client.clone(), MANAGEMENT_NAMESPACE)).await
+    }
+
+    /// PersistentVolumes of the namespace's claims.
+    async fn volumes(&self) -> Result<Vec<PersistentVolume>> {
+        let all = Api::<PersistentVolume>::all(self.client.clone()).list(&ListParams::default()).await?;
+        let is_own = |volume: &PersistentVolume| {
+            let claim = volume.spec.as_ref().and_then(|spec| spec.claim_ref.as_ref());
+            claim.and_then(|claim| claim.namespace.as_ref()) == Some(&self.name)
+        };
+        Ok(all.into_iter().filter(is_own).collect())
+    }
+
+    /// Deletes the PersistentVolumes through which guests of the namespace shared volumes.
+    async fn remove_siblings(&self) -> Result<()> {
+        let is_sibling = |volume: &PersistentVolume| {
+            let csi = volume.spec.as_ref().and_then(|spec| spec.csi.as_ref());
+            let attributes = csi.and_then(|csi| csi.volume_attributes.as_ref());
+            attributes.is_some_and(|attributes| attributes.contains_key(names::ATTRIBUTE_SIBLING_OF))
+        };
+        for volume in self.volumes().await?.iter().filter(|volume| is_sibling(volume)) {
+            delete(&Api::<PersistentVolume>::all(self.client.clone()), &volume.name_any()).await?;
+        }
+        Ok(())
     }
 
     /// Deletes the bindings outside of the namespace that its guests have.

@@ -51,6 +51,18 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
     Ok(())
 }
 
+#[tokio::test]
+async fn a_guest_without_a_namespace_has_one_of_its_own() -> Result<()> {
+    let management = Chart::management().await?;
+    let guests = ["guests[0].name=one", "guests[0].clusterId=id-1"];
+    let objects = management.render("default", &[&management.example("smallest")], &guests).await?;
+    let account = of_kind(&objects, "ServiceAccount").find(|account| account["metadata"]["name"] == "one");
+    let metadata = &account.context("no account")?["metadata"];
+    ensure!(metadata["namespace"] == "guest-one", "{metadata}");
+    ensure!(metadata["labels"]["nestor.dev/cluster-id"] == "id-1", "{metadata}");
+    Ok(())
+}
+
 /// Renders a chart with each values file that it is tested with, for the namespace of the lab's components.
 async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<(String, Vec<Value>)>> {
     let mut all = Vec::new();

@@ -23,7 +23,7 @@ const RUN: [&str; 12] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 11] = [
+const NOT_RUN: [(&str, &str); 12] = [
     ("README.md", "starts labs of its own"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
@@ -32,6 +32,7 @@ const NOT_RUN: [(&str, &str); 11] = [
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),
     ("docs/guides/runbooks/alerts.md", "presupposes a fault and pods; the module alerts causes the faults"),
+    ("docs/guides/sharing.md", "presupposes two guests with a namespace each; the module sharing has them"),
     ("docs/guides/topology.md", "adds a pool in a zone; the module topology does that"),
     ("docs/guides/tracing.md", "presupposes a collector; the module otel starts one"),
     ("docs/guides/upgrade.md", "presupposes two versions in pods; the module upgrade has them"),

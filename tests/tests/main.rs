@@ -55,6 +55,7 @@ mod release;
 mod repair;
 mod requests;
 mod rights;
+mod sharing;
 mod snapshot;
 mod snapshot_ownership;
 mod soak;

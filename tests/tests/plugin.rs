@@ -1,7 +1,6 @@
 //! kubectl plugin: traces, lists, checks and bundles of the lab's clusters.
 
 use std::path::Path;
-use std::process::Stdio;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -9,9 +8,9 @@ use crds::names;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
+use tests::kubectl_plugin::{Answer, execute};
 use tests::program::binary;
 use tests::{PATIENCE, Scenario, eventually, run};
-use tokio::process::Command;
 
 /// Clusters that the plugin is given.
 #[derive(Clone, Copy)]
@@ -19,25 +18,6 @@ enum Given {
     Both,
     Guest,
     Management,
-}
-
-/// What the plugin answered.
-#[derive(Debug)]
-struct Answer {
-    code: Option<i32>,
-    out: String,
-    err: String,
-}
-
-impl Answer {
-    /// Checks the exit code and that the output contains all texts.
-    fn expect(&self, code: i32, texts: &[&str]) -> &Self {
-        assert_eq!(self.code, Some(code), "{self:#?}");
-        for text in texts {
-            assert!(self.out.contains(text), "{text:?} is missing: {self:#?}");
-        }
-        self
-    }
 }
 
 /// Runs the plugin with the administrators' kubeconfigs.
@@ -54,16 +34,6 @@ async fn plugin(s: &Scenario, given: Given, words: &[&str]) -> Result<Answer> {
         Given::Management => management.to_vec(),
     };
     execute(&binary(&s.lab, "kubectl-nestor"), &[words, &clusters].concat()).await
-}
-
-async fn execute(program: &Path, words: &[&str]) -> Result<Answer> {
-    let home = tempfile::tempdir()?;
-    let mut command = Command::new(program);
-    command.args(words).env("XDG_CONFIG_HOME", home.path()).env_remove("KUBECONFIG").kill_on_drop(true);
-    command.stdin(Stdio::null());
-    let output = tokio::time::timeout(PATIENCE, command.output()).await.context("it did not exit")??;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Ok(Answer { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) })
 }
 
 /// Waits until the plugin answers with this exit code and these texts.

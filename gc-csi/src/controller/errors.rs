@@ -47,6 +47,7 @@ pub(super) fn delete(error: &DeleteError) -> Status {
         DeleteError::Shared { .. }
         | DeleteError::Retained { .. }
         | DeleteError::Consumed { .. }
+        | DeleteError::SharedElsewhere { .. }
         | DeleteError::Replaced(_)
         | DeleteError::Attached { .. } => Status::failed_precondition(text),
         DeleteError::Deadline { .. } => Status::deadline_exceeded(text),

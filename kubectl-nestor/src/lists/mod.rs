@@ -3,7 +3,7 @@
 pub mod attachments;
 pub mod orphans;
 pub mod pools;
-mod read;
+pub(crate) mod read;
 pub mod usage;
 pub mod vms;
 pub mod volumes;

@@ -120,7 +120,7 @@ impl AttachController {
         });
         let requeue = requeue_by_claim(&self.by_claim, &self.queue);
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
-            if change.old.map(ownership_and_spec) == change.new.map(ownership_and_spec) {
+            if change.old.map(ownership_and_binding) == change.new.map(ownership_and_binding) {
                 return;
             }
             for claim in
@@ -150,6 +150,7 @@ impl AttachController {
         let handler = {
             let (attachments, tracker) = (attachments.clone(), tracker.clone());
             let (by_claim, queue) = (by_claim.clone(), queue.clone());
+            let (claims, volumes) = (claims.clone(), volumes.clone());
             move |change: &Change<'_, VolumeAttachment>| {
                 by_claim.put(change.key, change.new.map(|attachment| claim_key(attachment)));
                 attachments.observe(change);
@@ -161,7 +162,8 @@ impl AttachController {
                 }
                 // Another VM may be waiting for the disk that was detached.
                 if let (Some(gone), None) = (change.old, change.new) {
-                    for waiting in by_claim.members(&claim_key(gone)) {
+                    let sharing = sharing(claim_key(gone), &claims, &volumes);
+                    for waiting in sharing.flat_map(|claim| by_claim.members(&claim)) {
                         if attachments.get(&waiting).is_some_and(|attachment| !is_attached(&attachment)) {
                             queue.push(waiting);
                         }
@@ -359,8 +361,20 @@ fn requeue(
 }
 
 /// What of a volume decides on its attachments.
-fn ownership_and_spec(volume: &Arc<PersistentVolume>) -> impl PartialEq + use<'_> {
-    (&volume.metadata.labels, &volume.spec)
+fn ownership_and_binding(volume: &Arc<PersistentVolume>) -> impl PartialEq + use<'_> {
+    (&volume.metadata.labels, &volume.spec.csi, &volume.spec.claim_ref)
+}
+
+/// The claims of the volume of a claim: itself, and those that share the volume.
+fn sharing(
+    claim: Key,
+    claims: &Informer<PersistentVolumeClaim>,
+    volumes: &Volumes,
+) -> impl Iterator<Item = Key> {
+    let volume = claims.get(&claim).and_then(|claim| volumes.get(cluster::volume_name(&claim)?));
+    let all = volume.map(|volume| volumes.sharing(&volume.spec)).unwrap_or_default();
+    let others = all.into_iter().filter_map(|one| cluster::claim_of(&one.spec));
+    std::iter::once(claim).chain(others)
 }
 
 /// Returns a handler that requeues the VolumeAttachments of a claim.

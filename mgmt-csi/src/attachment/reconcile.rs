@@ -135,15 +135,14 @@ impl Reconciler {
                         Err(AttachError::IdDeleted(_)) => Observed::IdDeleted,
                         Err(AttachError::InUse { message, nodes }) => {
                             let same = match replaces {
-                                None => self.find_same_name(key, &uid, spec.node).await.ok().flatten(),
+                                None => Box::pin(self.find_same_disk(key, &uid, &spec)).await,
                                 Some(_) => None,
                             };
                             let failed = || {
                                 let message = in_use(message, &self.holders(&attachment, &nodes));
                                 Observed::Failed(AttachError::InUse { message, nodes }.into())
                             };
-                            same.filter(|other| other.spec() == spec)
-                                .map_or_else(failed, |other| Observed::SameName(other.id))
+                            same.map_or_else(failed, |other| Observed::SameName(other.id))
                         }
                         Err(error) => Observed::Failed(error.into()),
                     };
@@ -289,6 +288,12 @@ impl Reconciler {
         let deadline = tokio::time::Instant::now() + WAIT;
         let found = self.infra.list_attachments(Some(node), deadline).await?;
         Ok(found.into_iter().find(|other| has_same_name(&other.id, key, uid)))
+    }
+
+    /// The attachment of the same disk, if another VolumeAttachment of the same name has it.
+    async fn find_same_disk(&self, key: &Key, uid: &str, spec: &AttachmentSpec) -> Option<Attachment> {
+        let found = self.find_same_name(key, uid, spec.node).await;
+        found.ok().flatten().filter(|other| other.spec() == *spec)
     }
 
     /// Waits until an API request for the VolumeAttachment may start.

@@ -1,7 +1,7 @@
 //! Claim controller: shows guests on their claims what they cannot read otherwise, the reclaim policy `Retain` of the volume
 //! as an annotation, an unhealthy volume as a condition, and the labels of the PersistentVolume that say which guests may use
-//! it. A healthy volume with policy `Delete` that is not shared needs no write. A volume without a record of whose it is gets
-//! one. A finalizer keeps a claim, which counts in quotas, until its disk is detached.
+//! it, and which guests of other namespaces share it. A healthy volume with policy `Delete` that is not shared needs no write. A
+//! volume without a record of whose it is gets one. A finalizer keeps a claim, which counts in quotas, until its disk is detached.
 
 mod bindings;
 mod conditions;
@@ -9,6 +9,8 @@ mod decide;
 mod protection;
 mod reconcile;
 mod release;
+mod sharing;
+mod siblings;
 mod waiting;
 
 use std::sync::Arc;
@@ -29,6 +31,7 @@ use bindings::Bindings;
 use conditions::{Condition, Conditions, Refresh};
 use decide::reported;
 use reconcile::Reconciler;
+use sharing::shown;
 use waiting::Waiting;
 
 /// Maximum number of concurrent API requests.
@@ -86,29 +89,29 @@ impl ClaimController {
             let relevant = |claim: &PersistentVolumeClaim| {
                 let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
                 let deletion = (cluster::is_terminating(claim), cluster::has_finalizer(claim));
-                (metadata, deletion, cluster::volume_name(claim).map(str::to_owned), reported(claim))
+                let written = (reported(claim), shown(claim));
+                (metadata, deletion, cluster::volume_name(claim).map(str::to_owned), written)
             };
             if change.old.is_none_or(|old| relevant(old) != relevant(new)) {
                 queue.push(change.key.clone());
             }
         });
-        let (conditions, queue, refresh) =
-            (self.conditions.clone(), self.queue.clone(), self.refresh_restored());
+        let (conditions, bindings) = (self.conditions.clone(), self.bindings.clone());
+        let (queue, refresh) = (self.queue.clone(), self.refresh_restored());
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
-            if let (Some(old), None) = (change.old, change.new)
-                && let Some(handle) = cluster::handle(&old.spec)
+            let Some(volume) = change.new.or(change.old).filter(|_| has_changed(change)) else { return };
+            let sharing = bindings.volumes.sharing(&volume.spec);
+            if change.new.is_none()
+                && sharing.is_empty()
+                && let Some(handle) = cluster::handle(&volume.spec)
             {
                 conditions.forget(handle);
             }
-            if let Some(new) = change.new
-                && change
-                    .old
-                    .is_none_or(|old| old.spec != new.spec || old.metadata.labels != new.metadata.labels)
-                && let Some(claim) = cluster::claim_of(&new.spec)
-            {
-                if change.old.is_none() {
-                    refresh(new);
-                }
+            if let (None, Some(new)) = (change.old, change.new) {
+                refresh(new);
+            }
+            // Each claim of the volume shows who shares it.
+            for claim in sharing.iter().chain(change.new).filter_map(|one| cluster::claim_of(&one.spec)) {
                 queue.push(claim);
             }
         })
@@ -211,5 +214,13 @@ impl ClaimController {
             () = stop.cancelled() => false,
             _ = async { tokio::join!(claims.synced(), volumes.synced()) } => true,
         }
+    }
+}
+
+/// Whether a volume was added or removed, or what its claims show of it has changed.
+fn has_changed(change: &Change<'_, PersistentVolume>) -> bool {
+    match (change.old, change.new) {
+        (Some(old), Some(new)) => old.spec != new.spec || old.metadata.labels != new.metadata.labels,
+        _ => true,
     }
 }

@@ -86,6 +86,9 @@ impl Reconciler {
         if !changes.labels.is_empty() {
             return self.label(key, &claim, &changes.labels).await;
         }
+        if let Some(next) = self.write_sharing(key, &claim, &volume).await? {
+            return Ok(next);
+        }
         if let Some(policy) = changes.reclaim_policy
             // gc-csi sets it in advance, by the class; the claim may have been bound to another driver's volume since.
             && (handle.is_some() || policy.is_none())
@@ -188,9 +191,7 @@ impl Reconciler {
     ) -> Result<NextAction, RequestError> {
         // A strategic merge patch merges conditions by their key, the type.
         let patch = json!({"metadata": same_object(&claim.metadata), "status": {"conditions": [condition]}});
-        let _permit = self.requests.acquire().await;
-        let written =
-            self.api(key).patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await;
+        let written = self.patch_status(key, patch).await;
         self.store(written, "write the condition", || {
             let message = condition.message.as_deref().unwrap_or_default();
             let note = format!("the storage infra reports: {message}");
@@ -236,6 +237,16 @@ impl Reconciler {
     ) -> kube::Result<PersistentVolumeClaim> {
         let _permit = self.requests.acquire().await;
         self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await
+    }
+
+    /// The same for the status.
+    pub(super) async fn patch_status(
+        &self,
+        key: &Key,
+        patch: serde_json::Value,
+    ) -> kube::Result<PersistentVolumeClaim> {
+        let _permit = self.requests.acquire().await;
+        self.api(key).patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await
     }
 
     fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {

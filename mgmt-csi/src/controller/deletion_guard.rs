@@ -13,6 +13,7 @@ use tonic::Status;
 
 use super::read::read;
 use crate::cluster::{self, Volumes};
+use crate::ownership::shares;
 
 /// Page size when listing PersistentVolumes.
 const PAGE: u32 = 500;
@@ -106,6 +107,14 @@ fn reason_to_keep(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let name = volume.metadata.name.as_deref().unwrap_or_default();
     let claim = cluster::claim_of(&volume.spec);
     let claim = claim.map_or_else(String::new, |claim| format!(" of PersistentVolumeClaim {claim}"));
+    if cluster::is_sibling(&volume.spec) {
+        let guests: Vec<&str> = shares(volume.metadata.labels.as_ref()).map(|(guest, _)| guest).collect();
+        let guests = guests.join(", ");
+        return Some(format!(
+            "volume {handle} of {MANAGEMENT_DRIVER} is not deleted, because PersistentVolume {name}{claim} shares it with guest \
+             {guests}; end the share with `kubectl nestor unshare`"
+        ));
+    }
     Some(format!(
         "volume {handle} of {MANAGEMENT_DRIVER} is not deleted, because PersistentVolume {name}{claim} also refers to it and \
          is {phase} with reclaim policy {policy}; delete PersistentVolume {name}, or release it with reclaim policy Delete"
@@ -114,6 +123,7 @@ fn reason_to_keep(handle: &str, volume: &PersistentVolume) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use crds::names::ATTRIBUTE_SIBLING_OF;
     use serde_json::json;
 
     use super::*;
@@ -140,5 +150,23 @@ mod tests {
             let why = kept("v", policy, phase).unwrap();
             assert!(why.contains("pv-1 of PersistentVolumeClaim guest/data") && why.contains(phase), "{why}");
         }
+    }
+
+    #[test]
+    fn a_sibling_keeps_the_volume_also_after_its_claim_is_gone() {
+        let sibling = serde_json::from_value(json!({
+            "metadata": {"name": "share-1", "labels": {"share.nestor.dev/g2": "ro"}},
+            "spec": {
+                "csi": {
+                    "driver": MANAGEMENT_DRIVER, "volumeHandle": "v",
+                    "volumeAttributes": {ATTRIBUTE_SIBLING_OF: "pv-1"},
+                },
+                "persistentVolumeReclaimPolicy": "Retain",
+            },
+            "status": {"phase": "Released"},
+        }));
+        let why = reason_to_keep("v", &sibling.unwrap()).unwrap();
+        let texts = ["share-1", "shares it with guest g2;", "kubectl nestor unshare"];
+        assert!(texts.iter().all(|text| why.contains(text)), "{why}");
     }
 }

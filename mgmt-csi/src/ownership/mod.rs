@@ -122,6 +122,13 @@ impl<'a> Grants<'a> {
         }
     }
 
+    /// What a guest that is not known may do at most: a volume of no guest that is only shared for reading is never writable.
+    fn most(&self) -> Permission {
+        let mut modes = shares(self.shares).map(|(_, mode)| mode).peekable();
+        let is_readable = self.owner.is_empty() && modes.peek().is_some() && modes.all(|mode| mode == "ro");
+        if is_readable { Permission::ReadOnly } else { Permission::ReadWrite }
+    }
+
     /// The guest; None if it is no guest's.
     pub(crate) fn owner(&self) -> Option<&'a str> {
         Some(self.owner).filter(|owner| !owner.is_empty())
@@ -136,7 +143,7 @@ pub(crate) fn may_attach(
 ) -> Result<Permission, Refusal> {
     match (vm, unlabelled) {
         (VmGuest::Guest(guest), _) => grants.permission(guest).ok_or(Refusal::NotShared),
-        (VmGuest::Unlabelled, UnlabelledVms::Allow) => Ok(Permission::ReadWrite),
+        (VmGuest::Unlabelled, UnlabelledVms::Allow) => Ok(grants.most()),
         (VmGuest::Unlabelled, UnlabelledVms::Refuse) => Err(Refusal::VmUnlabelled),
         (VmGuest::Unknown, _) => Err(Refusal::VmUnknown),
         (VmGuest::Unrecordable, _) => Err(Refusal::VmUnrecordable),
@@ -165,6 +172,12 @@ pub(crate) fn only_ownership(labels: Option<Labels>) -> Option<Labels> {
     let mut labels = labels?;
     labels.retain(|key, _| key == LABEL_CLUSTER_ID || key.starts_with(LABEL_SHARE_PREFIX));
     Some(labels).filter(|kept| !kept.is_empty())
+}
+
+/// The guests with which an object is shared, and the modes.
+pub(crate) fn shares(labels: Option<&Labels>) -> impl Iterator<Item = (&str, &str)> {
+    let labels = labels.into_iter().flatten();
+    labels.filter_map(|(key, mode)| Some((key.strip_prefix(LABEL_SHARE_PREFIX)?, mode.as_str())))
 }
 
 fn value<'a>(labels: Option<&'a Labels>, key: &str) -> Option<&'a str> {
@@ -251,6 +264,9 @@ mod tests {
         }
         assert_eq!(of(&VmGuest::Unlabelled, &own, UnlabelledVms::Refuse), Err(Refusal::VmUnlabelled));
         assert_eq!(of(&VmGuest::Unlabelled, &other, UnlabelledVms::Allow), Ok(Permission::ReadWrite));
+        let labels = [("share.nestor.dev/b".to_owned(), "ro".to_owned())].into();
+        let sibling = Grants::of_labels(Some(&labels));
+        assert_eq!(of(&VmGuest::Unlabelled, &sibling, UnlabelledVms::Allow), Ok(Permission::ReadOnly));
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Full comparison with the storage infra, and the handling of dangling attachments.
 
 use std::collections::HashMap;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crds::{VirtualMachine, VolumeAttachment, newest_virtual_machine_version, virtual_machine_resource};
 use futures::StreamExt;
+use futures::future::try_join_all;
 use infra_api::{Attachment, AttachmentId};
-use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
@@ -17,12 +17,12 @@ use kube_kit::queue::NextAction;
 use process_kit::duration;
 use tokio::time::Instant;
 
-use super::decide::{Decision, Inputs, LeaveReason, decide, id_of};
+use super::decide::{ClaimedVolume, Decision, Inputs, LeaveReason, decide, id_of};
 use super::metrics::DANGLING_ATTACHMENT;
 use super::{CheckError, Repair, TIMEOUT, is_expected};
 use crate::cluster;
 use crate::event_reason::EventReason;
-use crate::infra::Message;
+use crate::infra::{Message, namespace_of};
 use crate::volume_attachment::{Shared, is_reconciled};
 
 /// Timeout of a detach call. The detach continues in the storage infra.
@@ -108,14 +108,14 @@ impl Repair {
     }
 
     async fn handle_dangling(&self, shared: &Shared, found: &Attachment) -> Result<Done, CheckError> {
-        let (claim, created) = read_claim(shared, found).await?.unzip();
-        let namespace = claim.as_ref().map_or("", |claim| claim.namespace.as_str());
+        let volumes = read_volumes(shared, found).await?;
+        let claim = claim_of(found, &volumes);
+        let namespace = claim.map_or("", |claim| claim.namespace.as_str());
         let attachments = read_attachments(&shared.client, namespace).await?;
         let vms = read_vms(&shared.client, namespace).await?;
         let decision = decide(&Inputs {
             infra_attachment: found,
-            claim: claim.as_ref(),
-            volume_created: created.flatten(),
+            volumes: &volumes,
             clock_skew: self.options.clocks.max_clock_skew,
             attachments: &attachments,
             vms: vms.as_deref(),
@@ -137,7 +137,7 @@ impl Repair {
         };
         if self.should_report(&found.id, &what.to_string()) {
             tracing::warn!(attachment = %found.id, "{what}");
-            if let Some(claim) = &claim {
+            if let Some(claim) = claim {
                 shared.warn_claim(claim, reason, what.guest().to_owned());
             }
         }
@@ -176,22 +176,35 @@ fn left_alone(found: &Attachment, reason: LeaveReason, why: &str) -> Message {
     )
 }
 
-/// The claim and the creation time of the PersistentVolume of a dangling attachment, read from the API server.
-async fn read_claim(
-    shared: &Shared,
+/// The PersistentVolumes of a dangling attachment that have a claim, read from the API server.
+async fn read_volumes(shared: &Shared, found: &Attachment) -> Result<Vec<ClaimedVolume>, CheckError> {
+    let observed = shared.volumes.of_volume(&found.volume).into_iter();
+    let reads = observed.map(|observed| read_volume(&shared.client, found, observed));
+    Ok(try_join_all(reads).await?.into_iter().flatten().collect())
+}
+
+async fn read_volume(
+    client: &Client,
     found: &Attachment,
-) -> Result<Option<(Key, Option<Timestamp>)>, CheckError> {
-    let handle = Some(found.volume.as_str());
-    let Some(observed) = shared.volumes.of_volume(&found.volume).into_iter().next() else {
-        return Ok(None);
-    };
+    observed: Arc<PersistentVolume>,
+) -> Result<Option<ClaimedVolume>, CheckError> {
     let name = observed.metadata.name.as_deref().unwrap_or_default();
-    let read = Api::<PersistentVolume>::all(shared.client.clone()).get_opt(name).await;
+    let read = Api::<PersistentVolume>::all(client.clone()).get_opt(name).await;
     let volume =
         read.map_err(|error| CheckError::Cluster(format!("PersistentVolume {name}: {}", chain(&error))))?;
-    let volume = volume.filter(|volume| cluster::handle(&volume.spec) == handle);
-    let created = |volume: &PersistentVolume| volume.metadata.creation_timestamp.as_ref().map(|time| time.0);
-    Ok(volume.and_then(|volume| Some((cluster::claim_of(&volume.spec)?, created(&volume)))))
+    let is_of = |volume: &PersistentVolume| cluster::handle(&volume.spec) == Some(found.volume.as_str());
+    Ok(volume.filter(is_of).and_then(|volume| {
+        let created = volume.metadata.creation_timestamp.as_ref().map(|time| time.0);
+        Some(ClaimedVolume { claim: cluster::claim_of(&volume.spec)?, created })
+    }))
+}
+
+/// The claim that a dangling attachment concerns: the one in its namespace. An attachment that mgmt-csi did not create has no
+/// namespace; then the first.
+fn claim_of<'a>(found: &Attachment, volumes: &'a [ClaimedVolume]) -> Option<&'a Key> {
+    let namespace = namespace_of(&found.id);
+    let mut claims = volumes.iter().map(|volume| &volume.claim);
+    claims.find(|claim| namespace.is_none_or(|namespace| claim.namespace == namespace))
 }
 
 /// The VolumeAttachments of a namespace, read from the API server; none for an empty namespace.

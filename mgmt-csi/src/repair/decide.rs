@@ -6,6 +6,7 @@ use std::time::Duration;
 use crds::names::ClaimName;
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Attachment, AttachmentId};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
 use kube_kit::informer::Key;
 use process_kit::duration;
@@ -16,16 +17,22 @@ use crate::infra::{attachment_id, namespace_of};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Inputs<'a> {
     pub(crate) infra_attachment: &'a Attachment,
-    /// The claim of the PersistentVolume with this volume handle, if there is one.
-    pub(crate) claim: Option<&'a Key>,
-    /// Creation time of that PersistentVolume by the API server's clock, if known.
-    pub(crate) volume_created: Option<Timestamp>,
+    /// The PersistentVolumes with this volume handle that have a claim: one, and its siblings in other namespaces.
+    pub(crate) volumes: &'a [ClaimedVolume],
     /// Maximum clock skew between the API server and the storage infra.
     pub(crate) clock_skew: Duration,
-    /// VolumeAttachments of at least the namespace of the claim.
+    /// VolumeAttachments of at least the namespace of the attachment.
     pub(crate) attachments: &'a [VolumeAttachment],
-    /// VirtualMachines of at least the namespace of the claim; None if the cluster does not serve them.
+    /// VirtualMachines of at least the namespace of the attachment; None if the cluster does not serve them.
     pub(crate) vms: Option<&'a [VirtualMachine]>,
+}
+
+/// A PersistentVolume that has a claim.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ClaimedVolume {
+    pub(crate) claim: Key,
+    /// Creation time by the API server's clock, if known.
+    pub(crate) created: Option<Timestamp>,
 }
 
 /// The decision.
@@ -58,7 +65,7 @@ pub(crate) fn id_of(attachment: &VolumeAttachment) -> AttachmentId {
 
 /// Decides about an attachment.
 pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
-    let Inputs { infra_attachment, claim, volume_created, clock_skew, attachments, vms } = *inputs;
+    let Inputs { infra_attachment, volumes, clock_skew, attachments, vms } = *inputs;
     if attachments.iter().any(|attachment| id_of(attachment) == infra_attachment.id) {
         return Decision::HasAttachment;
     }
@@ -70,21 +77,27 @@ pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
             format!("mgmt-csi did not attach volume {volume} to node {node}"),
         );
     };
-    let Some(claim) = claim.filter(|claim| claim.namespace == namespace) else {
+    let volumes: Vec<_> = volumes.iter().filter(|volume| volume.claim.namespace == namespace).collect();
+    if volumes.is_empty() {
         return Decision::Leave(
             LeaveReason::PersistentVolumeNotFound,
             format!(
                 "no PersistentVolume of a claim in namespace {namespace} has volume handle {volume}, so its users are unknown"
             ),
         );
+    }
+    let claim_named = |name: &ClaimName| {
+        volumes.iter().map(|volume| &volume.claim).find(|claim| claim.name == name.as_str())
     };
-    let is_of_claim = |name: &ClaimName| name.as_str() == claim.name;
-    let successor = attachments.iter().find(|attachment| {
-        attachment.metadata.namespace.as_ref() == Some(&claim.namespace)
-            && is_of_claim(&attachment.spec.volume_name)
-            && attachment.spec.node_uuid.eq_ignore_ascii_case(&node)
-    });
-    if let Some(attachment) = successor {
+    let is_here = |metadata: &ObjectMeta| metadata.namespace.as_deref() == Some(namespace);
+    let requests = |attachment: &&VolumeAttachment| {
+        is_here(&attachment.metadata) && attachment.spec.node_uuid.eq_ignore_ascii_case(&node)
+    };
+    let successor = attachments
+        .iter()
+        .filter(requests)
+        .find_map(|attachment| Some((attachment, claim_named(&attachment.spec.volume_name)?)));
+    if let Some((attachment, claim)) = successor {
         let text =
             format!("VolumeAttachment {} requests claim {claim} on the same node", Key::of(attachment));
         return Decision::Leave(LeaveReason::AttachmentRecreated, text);
@@ -93,27 +106,30 @@ pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
         let text = "the cluster serves no supported version of VirtualMachine".to_owned();
         return Decision::Leave(LeaveReason::VirtualMachinesUnknown, text);
     };
-    let requester = vms.iter().find(|vm| {
+    let may_be_node = |vm: &&VirtualMachine| {
         let uuid = vm.status.as_ref().and_then(crds::node_uuid);
+        is_here(&vm.metadata) && uuid.is_none_or(|uuid| uuid == node)
+    };
+    let requester = vms.iter().filter(may_be_node).find_map(|vm| {
         let mut sources = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
-        vm.metadata.namespace.as_ref() == Some(&claim.namespace)
-            && uuid.is_none_or(|uuid| uuid == node)
-            && sources.any(|source| is_of_claim(&source.claim_name))
+        Some((vm, sources.find_map(|source| claim_named(&source.claim_name))?))
     });
     match requester {
-        Some(vm) => {
+        Some((vm, claim)) => {
             let text = format!("VirtualMachine {} has claim {claim} in spec.volumes", Key::of(vm));
             Decision::Leave(LeaveReason::InVirtualMachineSpec, text)
         }
         // The cluster's state lost the volume, as after a restore, so it may have lost its users too.
-        None if may_predate_volume(infra_attachment, volume_created, clock_skew) => Decision::Leave(
-            LeaveReason::PersistentVolumeRecreated,
-            format!(
-                "its PersistentVolume may have been created after the disk was attached (assuming a clock skew of at most {}), \
-                 so the VolumeAttachment may not be recreated yet",
-                duration::show(clock_skew)
-            ),
-        ),
+        None if volumes.iter().any(|one| may_predate_volume(infra_attachment, one.created, clock_skew)) => {
+            Decision::Leave(
+                LeaveReason::PersistentVolumeRecreated,
+                format!(
+                    "its PersistentVolume may have been created after the disk was attached (assuming a clock skew of at most {}), \
+                     so the VolumeAttachment may not be recreated yet",
+                    duration::show(clock_skew)
+                ),
+            )
+        }
         None => Decision::Detach,
     }
 }
@@ -168,18 +184,20 @@ mod tests {
         .unwrap()
     }
 
-    /// A time before the disk was attached.
-    fn before() -> Option<Timestamp> {
-        Some("2025-12-31T23:59:59Z".parse().unwrap())
+    /// A PersistentVolume of the claim `data` in a namespace.
+    fn volume(namespace: &str, created: Option<&str>) -> ClaimedVolume {
+        let created = created.map(|time| time.parse().unwrap());
+        ClaimedVolume { claim: Key::new(namespace, "data"), created }
     }
 
+    /// A time before the disk was attached.
+    const BEFORE: Option<&str> = Some("2025-12-31T23:59:59Z");
+
     fn decision(attachments: &[VolumeAttachment], vms: Option<&[VirtualMachine]>) -> Decision {
-        let (infra_attachment, claim) =
-            (infra_attachment(&format!("guest.vm-1-abc.{UID}")), Key::new("guest", "data"));
+        let infra_attachment = infra_attachment(&format!("guest.vm-1-abc.{UID}"));
         decide(&Inputs {
             infra_attachment: &infra_attachment,
-            claim: Some(&claim),
-            volume_created: before(),
+            volumes: &[volume("other", None), volume("guest", BEFORE)],
             clock_skew: Duration::ZERO,
             attachments,
             vms,
@@ -216,35 +234,32 @@ mod tests {
 
     #[test]
     fn a_foreign_attachment_is_left_alone() {
-        let decide = |id: &str, claim: Option<&Key>| {
+        let decide = |id: &str, volumes: &[ClaimedVolume]| {
             let infra_attachment = infra_attachment(id);
             reason(decide(&Inputs {
                 infra_attachment: &infra_attachment,
-                claim,
-                volume_created: before(),
+                volumes,
                 clock_skew: Duration::ZERO,
                 attachments: &[],
                 vms: Some(&[]),
             }))
         };
-        let (claim, elsewhere) = (Key::new("guest", "data"), Key::new("other", "data"));
-        assert_eq!(decide("by-hand", Some(&claim)), "NotManaged");
+        let (here, elsewhere) = (volume("guest", BEFORE), volume("other", BEFORE));
+        assert_eq!(decide("by-hand", std::slice::from_ref(&here)), "NotManaged");
         let ours = format!("guest.vm-1-abc.{UID}");
-        assert_eq!(decide(&ours, None), "PersistentVolumeNotFound");
-        assert_eq!(decide(&ours, Some(&elsewhere)), "PersistentVolumeNotFound");
-        assert_eq!(decide(&ours, Some(&claim)), "Detach");
+        assert_eq!(decide(&ours, &[]), "PersistentVolumeNotFound");
+        assert_eq!(decide(&ours, std::slice::from_ref(&elsewhere)), "PersistentVolumeNotFound");
+        assert_eq!(decide(&ours, std::slice::from_ref(&here)), "Detach");
+        assert_eq!(decide(&ours, &[elsewhere, here]), "Detach");
     }
 
     #[test]
     fn a_disk_attached_before_its_volume_was_created_is_left_alone() {
-        let (infra_attachment, claim) =
-            (infra_attachment(&format!("guest.vm-1-abc.{UID}")), Key::new("guest", "data"));
-        let decide = |volume_created: Option<&str>, skew: u64| {
-            let volume_created = volume_created.map(|time| time.parse().unwrap());
+        let infra_attachment = infra_attachment(&format!("guest.vm-1-abc.{UID}"));
+        let decide = |created: Option<&str>, skew: u64| {
             reason(decide(&Inputs {
                 infra_attachment: &infra_attachment,
-                claim: Some(&claim),
-                volume_created,
+                volumes: &[volume("guest", created)],
                 clock_skew: Duration::from_secs(skew),
                 attachments: &[],
                 vms: Some(&[]),

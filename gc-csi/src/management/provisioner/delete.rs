@@ -1,5 +1,6 @@
 //! Deletion of management claims, and the wait until they are gone.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::names::{self, ClaimName, CsiName, VmName};
@@ -70,6 +71,17 @@ pub(crate) enum DeleteError {
         prefix = names::ANNOTATION_CONSUMER_PREFIX
     )]
     Consumed {
+        /// Name of the management claim.
+        claim: ClaimName,
+        /// The other guests.
+        guests: String,
+    },
+    /// Guests of other management namespaces share the volume.
+    #[error(
+        "the volume of management PersistentVolumeClaim {claim} is shared with other guests and was not deleted: {guests}; \
+         ask the platform team to end the share with `kubectl nestor unshare {claim} --with GUEST`"
+    )]
+    SharedElsewhere {
         /// Name of the management claim.
         claim: ClaimName,
         /// The other guests.
@@ -205,10 +217,7 @@ impl Provisioner {
                 return Ok(false);
             }
             Some(Relation::Shared { .. }) => {
-                let owner =
-                    claim.metadata.labels.as_ref().and_then(|labels| labels.get(names::LABEL_CLUSTER_ID));
-                let owner = owner.map_or("the platform team".to_owned(), |guest| format!("guest {guest}"));
-                return Err(DeleteError::Shared { claim: claim_name(), owner });
+                return Err(DeleteError::Shared { claim: claim_name(), owner: owner(claim) });
             }
             Some(Relation::Own) => {}
         }
@@ -226,6 +235,9 @@ impl Provisioner {
         let guests = self.consumers.others(claim);
         if !guests.is_empty() {
             return Err(DeleteError::Consumed { claim: claim_name(), guests: guests.join(", ") });
+        }
+        if let Some(guests) = sharing_guests(claim) {
+            return Err(DeleteError::SharedElsewhere { claim: claim_name(), guests });
         }
         Ok(true)
     }
@@ -270,6 +282,60 @@ impl Provisioner {
     }
 }
 
+/// Whose the volume of a shared claim is: of the claim's guest or, if the share is from another namespace, of the guest that
+/// mgmt-csi shows.
+fn owner(claim: &PersistentVolumeClaim) -> String {
+    let labels = claim.metadata.labels.as_ref();
+    let owner = labels
+        .and_then(|labels| labels.get(names::LABEL_CLUSTER_ID))
+        .or_else(|| annotation(claim, names::ANNOTATION_SHARED_FROM))
+        .filter(|guest| !guest.is_empty());
+    owner.map_or("the platform team".to_owned(), |guest| format!("guest {guest}"))
+}
+
+/// The guests of other namespaces that share the volume, as mgmt-csi shows them. A value that cannot be parsed counts too.
+fn sharing_guests(claim: &PersistentVolumeClaim) -> Option<String> {
+    let text = annotation(claim, names::ANNOTATION_SHARED_WITH)?;
+    let Ok(guests) = serde_json::from_str::<BTreeMap<String, String>>(text) else {
+        return Some(text.clone());
+    };
+    let guests: Vec<_> = guests.iter().map(|(guest, mode)| format!("{guest} ({mode})")).collect();
+    Some(guests.join(", "))
+}
+
+fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Option<&'a String> {
+    claim.metadata.annotations.as_ref()?.get(key)
+}
+
 fn api_error(claim: &ClaimName, source: ApiError) -> DeleteError {
     DeleteError::Api { claim: claim.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn claim(labels: Value, annotations: Value) -> PersistentVolumeClaim {
+        let metadata = json!({"name": "c", "labels": labels, "annotations": annotations});
+        serde_json::from_value(json!({"metadata": metadata})).unwrap()
+    }
+
+    #[test]
+    fn the_guests_that_share_a_volume_are_listed_with_their_modes() {
+        let of = |text: &str| sharing_guests(&claim(json!({}), json!({names::ANNOTATION_SHARED_WITH: text})));
+        assert_eq!(of(r#"{"g2":"ro","g3":"rw"}"#).as_deref(), Some("g2 (ro), g3 (rw)"));
+        assert_eq!(of("?").as_deref(), Some("?"));
+        assert_eq!(sharing_guests(&claim(json!({}), json!({}))), None);
+    }
+
+    #[test]
+    fn the_owner_of_a_shared_claim_is_shown_by_its_label_or_by_the_annotation() {
+        let from = |guest: &str| json!({names::ANNOTATION_SHARED_FROM: guest});
+        assert_eq!(owner(&claim(json!({names::LABEL_CLUSTER_ID: "g1"}), json!({}))), "guest g1");
+        assert_eq!(owner(&claim(json!({}), from("g1"))), "guest g1");
+        assert_eq!(owner(&claim(json!({}), from(""))), "the platform team");
+        assert_eq!(owner(&claim(json!({}), json!({}))), "the platform team");
+    }
 }

@@ -19,7 +19,7 @@ use super::inventory::{Inventory, Volume};
 use super::reason::{OrphanReason, Reason};
 use crate::cluster::{self, is_bound_back, volume_name};
 use crate::infra::volume_id;
-use crate::repair::decide::{Decision, Inputs, decide};
+use crate::repair::decide::{ClaimedVolume, Decision, Inputs, decide};
 
 /// Kind of the orphaned object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -97,18 +97,17 @@ pub(super) fn find(inventory: &Inventory, exclusive: bool) -> Vec<Orphan> {
     }));
     let unknown = inventory.infra_snapshots.iter().filter(|one| !inventory.known_snapshots.contains(&one.id));
     found.extend(unknown.map(|snapshot| of_infra_snapshot(inventory, snapshot)));
-    let volumes: HashMap<&str, &Volume> = inventory
-        .volumes
-        .iter()
-        .filter(|volume| cluster::claim_of(&volume.spec).is_some())
-        .filter_map(|volume| Some((cluster::handle(&volume.spec)?, volume)))
-        .collect();
+    let mut claimed: HashMap<&str, Vec<ClaimedVolume>> = HashMap::new();
+    for volume in &inventory.volumes {
+        if let (Some(handle), Some(claim)) = (cluster::handle(&volume.spec), cluster::claim_of(&volume.spec))
+        {
+            let created = creation_time(volume);
+            claimed.entry(handle).or_default().push(ClaimedVolume { claim, created });
+        }
+    }
     found.extend(inventory.infra_attachments.iter().filter_map(|infra_attachment| {
-        of_infra_attachment(
-            inventory,
-            infra_attachment,
-            volumes.get(infra_attachment.volume.as_str()).copied(),
-        )
+        let volumes = claimed.get(infra_attachment.volume.as_str()).map(Vec::as_slice);
+        of_infra_attachment(inventory, infra_attachment, volumes.unwrap_or_default())
     }));
     for orphan in found.iter_mut().filter(|_| !exclusive) {
         if [Kind::InfraVolume, Kind::InfraSnapshot].contains(&orphan.kind)
@@ -140,6 +139,15 @@ fn creation_time(volume: &Volume) -> Option<Timestamp> {
     volume.metadata.creation_timestamp.as_ref().map(|time| time.0)
 }
 
+/// The other PersistentVolumes of the same volume.
+fn others<'a>(inventory: &'a Inventory, volume: &'a Volume) -> impl Iterator<Item = &'a Volume> {
+    let handle = cluster::handle(&volume.spec);
+    let is_other = move |one: &&Volume| {
+        handle.is_some() && cluster::handle(&one.spec) == handle && one.metadata.name != volume.metadata.name
+    };
+    inventory.volumes.iter().filter(is_other)
+}
+
 fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     let key = Key::of(claim);
     let marked = |mark: &str| claim.annotations().get(mark).map(String::as_str);
@@ -165,9 +173,11 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
         attachment.spec.volume_name.as_str() == key.name
             && attachment.metadata.namespace.as_ref() == Some(&key.namespace)
     });
-    let attached = volume.and_then(|volume| cluster::handle(&volume.spec)).and_then(|handle| {
+    let handle = volume.and_then(|volume| cluster::handle(&volume.spec));
+    let attached = handle.and_then(|handle| {
         inventory.infra_attachments.iter().find(|infra_attachment| infra_attachment.volume.as_str() == handle)
     });
+    let sharing = volume.and_then(|volume| others(inventory, volume).next());
     let requester = inventory.vms.iter().flatten().find(|vm| {
         let mut entries = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
         vm.metadata.namespace.as_ref() == Some(&key.namespace)
@@ -191,6 +201,8 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
         Removal::Keep(format!("it is attached to node {} in the storage infra", infra_attachment.node))
     } else if !consumers.is_empty() {
         Removal::Keep(format!("other guests use it: {}", consumers.join(", ")))
+    } else if let Some(sharing) = sharing {
+        Removal::Keep(format!("PersistentVolume {} shares its volume", sharing.name_any()))
     } else {
         Removal::Delete
     };
@@ -219,6 +231,12 @@ fn of_volume(inventory: &Inventory, volume: &Volume) -> Option<Orphan> {
     let released = status.last_phase_transition_time.as_ref().map(|time| time.0);
     let creation_time = creation_time(volume);
     let was = cluster::claim_of(spec).map_or_else(String::new, |claim| format!(" {claim}"));
+    let then = match others(inventory, volume).next() {
+        Some(other) => {
+            format!("PersistentVolume {} keeps volume {handle} of the storage infra", other.name_any())
+        }
+        None => format!("then volume {handle} of the storage infra is listed"),
+    };
     Some(Orphan {
         kind: Kind::Volume,
         namespace: None,
@@ -232,7 +250,7 @@ fn of_volume(inventory: &Inventory, volume: &Volume) -> Option<Orphan> {
         reason: Reason::Orphan(OrphanReason::Released),
         message: format!("its claim{was} is gone"),
         removal: Removal::Keep(format!(
-            "reclaim policy Retain: delete the PersistentVolume manually; then volume {handle} of the storage infra is listed"
+            "reclaim policy Retain: delete the PersistentVolume manually; {then}"
         )),
     })
 }
@@ -296,13 +314,11 @@ fn of_infra_snapshot(inventory: &Inventory, snapshot: &Snapshot) -> Orphan {
 fn of_infra_attachment(
     inventory: &Inventory,
     infra_attachment: &Attachment,
-    volume: Option<&Volume>,
+    volumes: &[ClaimedVolume],
 ) -> Option<Orphan> {
-    let claim = volume.and_then(|volume| cluster::claim_of(&volume.spec));
     let inputs = Inputs {
         infra_attachment,
-        claim: claim.as_ref(),
-        volume_created: volume.and_then(creation_time),
+        volumes,
         clock_skew: inventory.clock_skew,
         attachments: &inventory.attachments,
         vms: inventory.vms.as_deref(),
@@ -461,5 +477,15 @@ mod tests {
             |policy, phase| find(&Inventory { volumes: vec![volume(policy, phase)], ..inventory() }, true);
         assert!(is_kept(&found("Retain", "Released")));
         assert!(found("Retain", "Bound").is_empty() && found("Delete", "Released").is_empty());
+    }
+
+    #[test]
+    fn an_orphaned_claim_whose_volume_is_shared_is_kept() {
+        let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
+        let mut sibling = volume("Retain", "Bound");
+        sibling.metadata.name = Some("share-1".to_owned());
+        let volumes = vec![volume("Delete", "Bound"), sibling];
+        let shared = Inventory { claims: vec![claim(orphaned, "Bound")], volumes, ..inventory() };
+        assert!(is_kept(&find(&shared, true)));
     }
 }

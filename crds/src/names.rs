@@ -104,6 +104,11 @@ name! {
     CsiName
 }
 
+/// Name of the Secret with the token of a guest's ServiceAccount, in the same namespace.
+pub fn credential_secret(account: &str) -> String {
+    format!("{account}-credential")
+}
+
 impl ClaimName {
     /// Name of the claim's entry in `VirtualMachine.spec.volumes`.
     pub fn entry(&self) -> String {
@@ -120,6 +125,8 @@ pub const MANAGEMENT_DRIVER: &str = "mgmt.csi.nestor.dev";
 /// VolumeSnapshotContent, which guests cannot write, it is the authority on whose the data is, and overrides the record in
 /// the volume's attributes. Empty: it is no guest's.
 pub const LABEL_CLUSTER_ID: &str = "nestor.dev/cluster-id";
+/// Label on the ServiceAccount of a guest in the management cluster: namespace of the mgmt-csi that renews its token.
+pub const LABEL_GUEST_ACCOUNT: &str = "nestor.dev/guest-account";
 /// Key in `spec.csi.volumeAttributes` of a management PersistentVolume: cluster ID of the guest whose claim it was created
 /// for; empty if it was no guest's. Written by csi-provisioner, once.
 pub const ATTRIBUTE_CLUSTER_ID: &str = LABEL_CLUSTER_ID;

@@ -3,6 +3,7 @@
 
 mod compatibility;
 pub mod controller;
+mod credential;
 mod events;
 mod guest;
 mod management;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use process_kit::duration;
 
+use crate::guest::GuestCommand;
 use crate::subject::Subject;
 
 /// Follows Nestor's volumes through the guest and the management cluster, shares them, and checks an installation.
@@ -90,6 +91,12 @@ pub enum Command {
     Unshare(UnshareArgs),
     /// Checks the installation in each connected cluster.
     Check(CheckArgs),
+    /// Manages the accounts of guests in the management cluster.
+    Guest {
+        /// What to do.
+        #[command(subcommand)]
+        command: GuestCommand,
+    },
     /// Writes a support bundle (.tar.gz) without Secrets and credentials.
     Bundle(BundleArgs),
     /// Prints a shell completion script.

@@ -36,12 +36,12 @@ pub enum Error {
         /// Cause.
         reason: String,
     },
-    /// An object could not be changed.
-    #[error("cannot {action} {what} in the management cluster: {reason}")]
+    /// A change failed.
+    #[error("cannot {verb} {what}: {reason}")]
     Change {
         /// What was to be done.
-        action: &'static str,
-        /// With which object.
+        verb: String,
+        /// With what.
         what: String,
         /// Cause.
         reason: String,
@@ -49,6 +49,11 @@ pub enum Error {
     /// The command is not possible with the present objects.
     #[error("{0}")]
     Refused(String),
+    /// A revoked token is still accepted.
+    #[error(
+        "the API server still accepts a token of {0} whose Secret is deleted; no new token was issued: run the command again"
+    )]
+    StillAccepted(String),
     /// The subject does not exist.
     #[error("{0} does not exist{1}")]
     NoSubject(String, String),
@@ -68,8 +73,8 @@ pub enum Error {
 
 impl Error {
     /// A failed change.
-    pub fn change(action: &'static str, what: impl Into<String>, error: &kube::Error) -> Self {
-        Self::Change { action, what: what.into(), reason: chain(error) }
+    pub fn change(verb: &str, what: impl Into<String>, error: &kube::Error) -> Self {
+        Self::Change { verb: verb.to_owned(), what: what.into(), reason: chain(error) }
     }
 
     /// A failed request.

@@ -1,5 +1,5 @@
 //! kubectl plugin: follows one volume through both clusters, lists and checks what belongs to Nestor, and collects support
-//! bundles. It only reads, except to share a volume with another guest.
+//! bundles. It only reads, except to share a volume with another guest and to rotate the credential of one.
 
 pub mod bundle;
 pub mod check;
@@ -9,6 +9,7 @@ pub mod config;
 pub mod diagnose;
 pub mod error;
 pub mod gather;
+pub mod guest;
 pub mod lists;
 pub mod render;
 pub mod run;

@@ -6,7 +6,7 @@ use crate::cli::{Cli, Command};
 use crate::clusters::Clusters;
 use crate::config::Config;
 use crate::error::Error;
-use crate::{bundle, check, lists, render, share, trace};
+use crate::{bundle, check, guest, lists, render, share, trace};
 
 /// Runs a command. Returns whether everything is healthy.
 pub async fn run(cli: Cli) -> Result<bool, Error> {
@@ -25,6 +25,7 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
         Command::Share(args) => share::share(&clusters, args).await,
         Command::Unshare(args) => share::unshare(&clusters, args).await,
         Command::Check(args) => check::run(&clusters, args.output).await,
+        Command::Guest { command } => guest::run(&clusters, command).await,
         Command::Bundle(args) => bundle::run(&clusters, args).await,
         Command::Completion { .. } => Ok(true),
     }

@@ -30,7 +30,8 @@ use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
 use crate::controller::limits::DefaultLimits;
-use crate::infra::{Rest, StorageInfra, monitor, subscribe};
+use crate::guest_credentials::{GuestCredentialArgs, GuestCredentials};
+use crate::infra::{Certificates, Rest, StorageInfra, monitor, subscribe};
 use crate::ownership;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
@@ -61,6 +62,8 @@ pub struct Args {
     #[arg(long, value_name = "NAMESPACE")]
     capacity_namespace: Option<String>,
     #[command(flatten)]
+    guest_credentials: GuestCredentialArgs,
+    #[command(flatten)]
     http: HttpArgs,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
@@ -68,11 +71,13 @@ pub struct Args {
 
 /// Runs the driver until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
-    let infra: Arc<dyn StorageInfra> = Arc::new(Rest::new(args.infra.client()?));
+    let infra_client = args.infra.client()?;
+    let infra: Arc<dyn StorageInfra> = Arc::new(Rest::new(infra_client.clone()));
     let client = args.cluster.connect("mgmt-csi").await?;
 
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
+    let certificates = Certificates::register(&mut registry);
     let attach =
         AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence, args.ownership);
     let repair = Repair::new(&mut registry, args.repair);
@@ -81,6 +86,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let cluster = Cluster::new(&client);
     let claims = ClaimController::new(&mut registry, &cluster);
     let owners = VolumeOwners::new(&cluster);
+    let credentials = GuestCredentials::new(&client, args.guest_credentials);
     let (capacity, budgets) = (Capacity::default(), Budgets::default());
     let caches = (cluster.claims(), cluster.volumes());
     let traces = Traces::new(&client);
@@ -146,7 +152,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
                 let claims = claims.run(&shared, stop.clone());
                 let owners = owners.run(&*infra, stop.clone());
-                tokio::join!(attach, attachments.record_guests(), claims, publish, budgets.run(), owners);
+                let credentials = credentials.run(stop.clone());
+                let guests =
+                    async { tokio::join!(attachments.record_guests(), budgets.run(), owners, credentials) };
+                tokio::join!(attach, claims, publish, guests);
             };
             election.lead(&ready, &stop, term).await;
         };
@@ -168,7 +177,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         tokio::join!(biased; leading, conditions, events, started);
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
-    let (csi, http, (), (), ()) = tokio::join!(csi, http, work, watch_infra, self_check.run(stop.clone()));
+    let watch_certificates = certificates.watch(&infra_client, stop.clone());
+    let (csi, http, (), (), (), ()) =
+        tokio::join!(csi, http, work, watch_infra, watch_certificates, self_check.run(stop.clone()));
     csi.and(http)
 }
 

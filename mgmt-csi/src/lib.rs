@@ -9,6 +9,7 @@ pub mod claims;
 pub mod cluster;
 pub mod controller;
 mod event_reason;
+mod guest_credentials;
 pub mod infra;
 pub mod ownership;
 pub mod repair;

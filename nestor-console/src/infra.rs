@@ -29,6 +29,6 @@ impl InfraArgs {
         else {
             return Ok(None);
         };
-        Client::new(&ClientOptions::from_files(url, ca, cert, key)?).map(Some)
+        Client::new(&ClientOptions::from_files(url, ca, cert, key)).map(Some)
     }
 }

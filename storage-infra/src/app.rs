@@ -11,6 +11,7 @@ use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use futures::FutureExt;
 use futures::future::{BoxFuture, join_all};
+use infra_api::Expiry;
 use process_kit::{process, supervise};
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
@@ -20,7 +21,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::{self, MetricsAuth, NamingAcceptor};
+use crate::api::{self, MetricsAuth, NamingAcceptor, WithoutRole};
 use crate::backup::{self, Schedule};
 use crate::catalog::Catalog;
 use crate::engine::file::private_dir;
@@ -74,6 +75,8 @@ pub struct Options {
     pub tls_key: PathBuf,
     /// CA that signs client certificates.
     pub client_ca: PathBuf,
+    /// What clients without a role may do.
+    pub without_role: WithoutRole,
     /// The hypervisors.
     pub hypervisors: Vec<HypervisorFlag>,
     /// When to back up the catalog.
@@ -86,12 +89,14 @@ pub struct Options {
 
 /// Serves until SIGTERM or SIGINT.
 pub async fn serve(options: Options) -> anyhow::Result<()> {
+    let metrics = Metrics::default();
     let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
+    metrics.certificates().set(expiry(&options));
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
     let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
     let watched = catalog.clone();
-    let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
+    let service = Service::new(catalog, hypervisors(&options.hypervisors)?, metrics.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     // Bind before health is served: a client that sees a healthy server must be able to connect.
@@ -114,7 +119,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(%address, "serving the API");
     let status = format!("serving the API on {address}");
     let handle = axum_server::Handle::new();
-    let mut router = api::router(service.clone(), stop.clone());
+    let mut router = api::router(service.clone(), options.without_role, stop.clone());
     if options.metrics_auth == MetricsAuth::Certificate {
         router = router.merge(api::metrics_router(service.clone()));
     }
@@ -128,7 +133,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     loops.push(supervise::background(
         "certificate reload",
         stop.clone(),
-        reload(options.clone(), tls, status.clone(), stop.clone()),
+        reload(options.clone(), tls, metrics, status.clone(), stop.clone()),
     ));
     loops.push(supervise::background("watchdog", stop.clone(), systemd::watchdog(watched, stop.clone())));
     loops.extend(options.backups.map(|schedule| {
@@ -215,8 +220,21 @@ fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     Ok(config)
 }
 
+/// Expiry of the certificates in the files.
+fn expiry(options: &Options) -> Expiry {
+    let [chain, ca] =
+        [&options.tls_cert, &options.client_ca].map(|path| std::fs::read(path).unwrap_or_default());
+    Expiry::of(&chain, &ca)
+}
+
 /// Reloads renewed certificates for new connections: periodically, and on SIGHUP.
-async fn reload(options: Options, tls: RustlsConfig, status: String, stop: CancellationToken) {
+async fn reload(
+    options: Options,
+    tls: RustlsConfig,
+    metrics: Metrics,
+    status: String,
+    stop: CancellationToken,
+) {
     let read =
         || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
     let mut current = read();
@@ -237,6 +255,7 @@ async fn reload(options: Options, tls: RustlsConfig, status: String, stop: Cance
         let now = read();
         if now != current && load(&options, &tls) {
             current = now;
+            metrics.certificates().set(expiry(&options));
         }
         if is_requested {
             systemd::ready(&status);

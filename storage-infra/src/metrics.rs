@@ -2,6 +2,7 @@
 
 mod accounts;
 mod backups;
+mod certificates;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -17,6 +18,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 pub use accounts::AccountMetrics;
 pub use backups::BackupMetrics;
+pub use certificates::CertificateMetrics;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RequestLabels {
@@ -54,6 +56,8 @@ struct Inner {
     registry: Registry,
     backups: BackupMetrics,
     accounts: AccountMetrics,
+    certificates: CertificateMetrics,
+    without_role: Counter,
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
     repairs: Counter,
@@ -132,11 +136,18 @@ impl Default for Metrics {
         backups.register(&mut registry);
         let accounts = AccountMetrics::default();
         accounts.register(&mut registry);
+        let certificates = CertificateMetrics::default();
+        certificates.register(&mut registry);
+        let without_role = Counter::default();
+        let help = "Requests of clients whose certificate has no role";
+        registry.register("requests_without_role", help, without_role.clone());
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
             backups,
             accounts,
+            certificates,
+            without_role,
             requests,
             latency,
             repairs,
@@ -174,6 +185,16 @@ impl Metrics {
     /// Metrics of accounts.
     pub fn accounts(&self) -> &AccountMetrics {
         &self.0.accounts
+    }
+
+    /// Expiry of the certificates.
+    pub fn certificates(&self) -> &CertificateMetrics {
+        &self.0.certificates
+    }
+
+    /// Counts a request of a client without a role.
+    pub fn without_role(&self) {
+        self.0.without_role.inc();
     }
 
     /// Counts an attachment whose disk was attached again.

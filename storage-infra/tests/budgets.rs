@@ -95,9 +95,7 @@ async fn concurrent_requests_never_exceed_the_budget() {
     server.client.put_budget(&account("g1"), &limits).await.unwrap();
     let create = |number: u32| {
         let client = server.client.clone();
-        async move {
-            client.put_volume(&volume(&format!("v{number}")), &of_guest(MIB, "c"), SOON).await.is_ok()
-        }
+        async move { client.put_volume(&volume(&format!("v{number}")), &of_guest(MIB, "c"), SOON).await.is_ok() }
     };
     let created = join_all((0..20).map(create)).await;
     assert_eq!(created.iter().filter(|created| **created).count(), 5);

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use futures::StreamExt;
-use infra_api::{Change, Client, ClientError, ClientOptions, EventKind};
+use infra_api::{Change, Client, ClientError, ClientOptions, EventKind, PoolName, ProblemCode, Role};
 use support::*;
 
 #[tokio::test]
@@ -19,16 +19,14 @@ async fn only_clients_with_a_certificate_of_our_ca_are_accepted() {
     let pki = |name: &str| site.path("pki").join(name);
     let strange = |name: &str| other.path("pki").join(name);
     let stranger =
-        ClientOptions::from_files(&url, &pki("ca.crt"), &strange("client.crt"), &strange("client.key"))
-            .unwrap();
-    let wary =
-        ClientOptions::from_files(&url, &strange("ca.crt"), &pki("client.crt"), &pki("client.key")).unwrap();
+        ClientOptions::from_files(&url, &pki("ca.crt"), &strange("driver.crt"), &strange("driver.key"));
+    let wary = ClientOptions::from_files(&url, &strange("ca.crt"), &pki("driver.crt"), &pki("driver.key"));
     for options in [stranger, wary] {
         let error = Client::new(&options).unwrap().health().await.unwrap_err();
         assert!(matches!(error, ClientError::Connect { .. } | ClientError::Interrupted { .. }), "{error}");
     }
     assert!(matches!(
-        Client::new(&ClientOptions::from_pki_dir("http://x", &site.path("pki")).unwrap()),
+        Client::new(&ClientOptions::from_pki_dir("http://x", &site.path("pki"), Role::Operator)),
         Err(ClientError::Config(_))
     ));
     assert!(server.client.health().await.unwrap().healthy);
@@ -45,12 +43,41 @@ async fn with_metrics_auth_only_clients_with_a_certificate_read_the_metrics() {
     let read = |name: &str| fs::read(site.path("pki").join(name)).unwrap();
     let authority = reqwest::Certificate::from_pem(&read("ca.crt")).unwrap();
     let stranger = || reqwest::Client::builder().tls_certs_only([authority.clone()]);
-    let identity = reqwest::Identity::from_pem(&[read("client.crt"), read("client.key")].concat()).unwrap();
+    let identity = reqwest::Identity::from_pem(&[read("reader.crt"), read("reader.key")].concat()).unwrap();
     let url = format!("https://{}/metrics", server.api);
     let client = stranger().identity(identity).build().unwrap();
     let text = client.get(&url).send().await.unwrap().text().await.unwrap();
     assert!(text.contains("nestor_storage_infra_build_info"), "{text}");
     assert!(stranger().build().unwrap().get(&url).send().await.is_err());
+}
+
+#[tokio::test]
+async fn the_role_in_a_certificate_decides_what_a_client_may_do() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
+    let url = format!("https://{}", server.api);
+    let pki = site.path("pki");
+    let client = |role| Client::new(&ClientOptions::from_pki_dir(&url, &pki, role)).unwrap();
+    let reader = client(Role::Reader);
+    assert!(reader.get_volume(&volume("v")).await.unwrap().is_some());
+    let refused = reader.delete_volume(&volume("v")).await.unwrap_err();
+    let problem = refused.problem().unwrap();
+    assert_eq!((problem.status, problem.code), (403, ProblemCode::Forbidden), "{problem}");
+    assert!(!refused.may_have_taken_effect());
+    assert!(client(Role::Driver).delete_pool(&PoolName::new("pool").unwrap()).await.is_err());
+
+    // The same certificate, issued again with another role.
+    let issue = ["pki", "issue", "--role", "driver", "--name", "reader", "--overwrite", "--dir", text(&pki)];
+    assert!(run(&issue).status.success());
+    client(Role::Reader).delete_volume(&volume("v")).await.unwrap();
+    let (_, metrics) = server.ops("/metrics").await;
+    for certificate in ["server", "client-ca"] {
+        let sample = format!(
+            "nestor_storage_infra_certificate_expiry_timestamp_seconds{{certificate=\"{certificate}\"}}"
+        );
+        assert!(metrics.contains(&sample), "{metrics}");
+    }
 }
 
 #[tokio::test]
@@ -85,7 +112,7 @@ async fn a_server_that_does_not_answer_differs_from_one_that_is_not_reachable() 
     // Accepts connections and never answers.
     let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("https://{}", silent.local_addr().unwrap());
-    let mut options = ClientOptions::from_pki_dir(&url, &site.path("pki")).unwrap();
+    let mut options = ClientOptions::from_pki_dir(&url, &site.path("pki"), Role::Operator);
     options.connect_timeout = Duration::from_millis(200);
     let error = Client::new(&options).unwrap().health().await.unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }) && !error.may_have_taken_effect(), "{error}");
@@ -97,16 +124,17 @@ async fn a_server_that_does_not_answer_differs_from_one_that_is_not_reachable() 
 #[tokio::test]
 async fn the_command_line_works_and_reports_errors_in_one_line() {
     let site = Site::new();
-    let again = run(&["pki", "--dir", text(&site.path("pki")), "--host", "x"]);
+    let again = run(&["pki", "init", "--dir", text(&site.path("pki")), "--host", "x"]);
     assert_eq!(again.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&again.stderr).contains("nothing was written"));
-    let mode = fs::metadata(site.path("pki/client.key")).unwrap().permissions().mode();
+    let mode = fs::metadata(site.path("pki/operator.key")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     assert_eq!(run(&["volume", "fly"]).status.code(), Some(2));
 
     let server = site.ready(&[]).await;
     let url = format!("https://{}", server.api);
-    let (ca, cert, key) = (site.path("pki/ca.crt"), site.path("pki/client.crt"), site.path("pki/client.key"));
+    let (ca, cert, key) =
+        (site.path("pki/ca.crt"), site.path("pki/operator.crt"), site.path("pki/operator.key"));
     let access = [
         "--infra-url",
         &url,

@@ -45,7 +45,7 @@ impl Console {
         let infra = s.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let file = |flag: &str, name: &str| format!("--infra-{flag}={}", infra.pki.join(name).display());
         let url = format!("--infra-url={}", infra.url);
-        let files = [file("ca", "ca.crt"), file("cert", "client.crt"), file("key", "client.key")];
+        let files = [file("ca", "ca.crt"), file("cert", "reader.crt"), file("key", "reader.key")];
         Self::start_with(s, &[&*url, &*files[0], &*files[1], &*files[2]]).await
     }
 

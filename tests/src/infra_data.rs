@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use anyhow::{Context, Result, ensure};
-use infra_api::{Client, ClientOptions};
+use infra_api::{Client, ClientOptions, Role};
 use tempfile::TempDir;
 
 use crate::program::{Running, binary};
@@ -96,7 +96,7 @@ pub async fn start_second_server(s: &Scenario, data: &Path) -> Result<(Running, 
         Ok(address(&server.log()).ok_or_else(|| server.log()))
     })
     .await?;
-    let options = ClientOptions::from_pki_dir(format!("https://{address}"), &infra.pki)?;
+    let options = ClientOptions::from_pki_dir(format!("https://{address}"), &infra.pki, Role::Operator);
     Ok((server, Client::new(&options)?))
 }
 

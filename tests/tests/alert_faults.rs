@@ -5,6 +5,7 @@ use futures::future::FutureExt;
 
 use crate::alerts::site::in_lab;
 
+mod credentials;
 mod drift;
 pub(crate) mod faults;
 mod fleet;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use crds::names;
-use infra_api::ClientOptions;
+use infra_api::{ClientOptions, Role};
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, PostParams};
 use kube_kit::client::chain;
 use serde_json::json;
@@ -91,9 +91,9 @@ fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Resul
                 "--infra-ca",
                 &pki("ca.crt"),
                 "--infra-cert",
-                &pki("client.crt"),
+                &pki("driver.crt"),
                 "--infra-key",
-                &pki("client.key"),
+                &pki("driver.key"),
             ]),
         },
         Case {
@@ -358,23 +358,24 @@ async fn clients_without_a_certificate_of_the_infra_are_refused() -> Result<()> 
     run(|s| async move {
         let state = s.lab.state().clone();
         let infra = state.infra.context("the lab has no infra")?;
-        let mut options = ClientOptions::from_pki_dir(&infra.url, &infra.pki)?;
+        let mut options = ClientOptions::from_pki_dir(&infra.url, &infra.pki, Role::Operator);
         (options.connect_timeout, options.timeout) = (PATIENCE, PATIENCE);
         infra_api::Client::new(&options)?.health().await.context("the right certificate is accepted")?;
 
         // Self-signed, with the name of the right client.
         let key = rcgen::KeyPair::generate()?;
         let own = rcgen::CertificateParams::new(vec!["client".to_owned()])?.self_signed(&key)?;
-        let mut stranger = options.clone();
-        stranger.cert = own.pem().into_bytes();
-        stranger.key = key.serialize_pem().into_bytes();
+        let folder = tempfile::tempdir()?;
+        let (own_cert, own_key) = (folder.path().join("own.crt"), folder.path().join("own.key"));
+        std::fs::write(&own_cert, own.pem())?;
+        std::fs::write(&own_key, key.serialize_pem())?;
+        let stranger = ClientOptions { cert: own_cert.clone(), key: own_key, ..options.clone() };
         let refused = infra_api::Client::new(&stranger)?.health().await.unwrap_err();
         let text = chain(&refused);
         assert!(refused.problem().is_none(), "expected a TLS error, not a response: {text}");
 
         // Our client refuses a server with a certificate of another authority.
-        let mut elsewhere = options;
-        elsewhere.ca = own.pem().into_bytes();
+        let elsewhere = ClientOptions { ca: own_cert, ..options };
         let refused = infra_api::Client::new(&elsewhere)?.health().await.unwrap_err();
         assert!(chain(&refused).to_lowercase().contains("certificate"), "{}", chain(&refused));
         Ok(())

@@ -332,7 +332,7 @@ async fn the_management_charts_pods_become_ready() -> Result<()> {
         let read = |name: &str| std::fs::read_to_string(infra.pki.join(name));
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "storage-infra-client", "namespace": namespace.name},
-            "stringData": {"ca.crt": read("ca.crt")?, "tls.crt": read("client.crt")?, "tls.key": read("client.key")?},
+            "stringData": {"ca.crt": read("ca.crt")?, "tls.crt": read("driver.crt")?, "tls.key": read("driver.key")?},
         });
         chart::apply(&s.management, &secret, false).await?;
         let chart = Chart::management().await?;

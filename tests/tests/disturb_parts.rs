@@ -177,9 +177,9 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
                 "--infra-ca",
                 &file("ca.crt"),
                 "--infra-cert",
-                &file("client.crt"),
+                &file("driver.crt"),
                 "--infra-key",
-                &file("client.key"),
+                &file("driver.key"),
             ],
         )
         .await?;

@@ -23,11 +23,15 @@ const RUN: [&str; 12] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 12] = [
+const NOT_RUN: [(&str, &str); 13] = [
     ("README.md", "starts labs of its own"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
     ("docs/guides/console.md", "presupposes the chart in pods; the module console runs the program"),
+    (
+        "docs/guides/guest-credentials.md",
+        "revokes credentials that other tests use; the module credentials does that",
+    ),
     ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),

@@ -18,6 +18,7 @@ mod claim_deletion;
 mod clone;
 mod console;
 mod crash;
+mod credentials;
 mod dashboards;
 mod deployed;
 mod disturb_parts;

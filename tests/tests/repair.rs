@@ -477,7 +477,7 @@ async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
     command.args(["orphans", "--output=json"]).args(flags).env_remove("KUBECONFIG").kill_on_drop(true);
     command.arg("--kubeconfig").arg(&management.kubeconfig).arg("--infra-url").arg(&infra.url);
     command.arg("--infra-ca").arg(file("ca.crt"));
-    command.arg("--infra-cert").arg(file("client.crt")).arg("--infra-key").arg(file("client.key"));
+    command.arg("--infra-cert").arg(file("driver.crt")).arg("--infra-key").arg(file("driver.key"));
     let output = tokio::time::timeout(PATIENCE, command.output()).await??;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.success(), "mgmt-csi orphans {flags:?} exited with {}: {stderr}", output.status);

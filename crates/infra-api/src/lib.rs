@@ -8,19 +8,23 @@
 
 mod account;
 mod bounds;
+mod certificates;
 pub mod client;
 mod ids;
 mod model;
 mod problem;
+mod role;
 
 pub use account::{Account, InvalidAccount};
 pub use bounds::{
     MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, OutOfBounds,
 };
+pub use certificates::Expiry;
 pub use client::{Client, ClientError, ClientOptions, InfraArgs};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
+pub use role::{Role, RoleClaim};
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";

@@ -14,6 +14,8 @@ use crate::model::{BudgetExcess, NodeRef};
 pub enum ProblemCode {
     /// The request is invalid; do not retry it unchanged. 400.
     Invalid,
+    /// The role of the client's certificate does not allow the request. 403.
+    Forbidden,
     /// The object named by `what` and `id` does not exist. 404.
     NotFound,
     /// An object with this ID exists and differs from the request. 409.
@@ -45,6 +47,7 @@ impl ProblemCode {
     pub fn status(self) -> u16 {
         match self {
             Self::Invalid => 400,
+            Self::Forbidden => 403,
             Self::NotFound => 404,
             Self::Ended => 410,
             Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks => 409,
@@ -60,6 +63,7 @@ impl ProblemCode {
         match self {
             Self::Unavailable | Self::Internal => true,
             Self::Invalid
+            | Self::Forbidden
             | Self::NotFound
             | Self::Exists
             | Self::Ended
@@ -76,6 +80,7 @@ impl ProblemCode {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Invalid => "invalid",
+            Self::Forbidden => "forbidden",
             Self::NotFound => "not-found",
             Self::Exists => "exists",
             Self::Ended => "ended",
@@ -94,6 +99,7 @@ impl ProblemCode {
     pub fn title(self) -> &'static str {
         match self {
             Self::Invalid => "The request is not valid",
+            Self::Forbidden => "The client's role does not allow the request",
             Self::NotFound => "The object does not exist",
             Self::Exists => "The ID belongs to an object that differs from the request",
             Self::Ended => "The attachment with this ID was deleted",

@@ -18,3 +18,4 @@ pub mod quantity;
 pub mod queue;
 mod relist;
 pub mod resource_version;
+pub mod token;

@@ -34,11 +34,12 @@ use csi::server::{EndpointArgs, LegacyArgs};
 use kube_kit::health::Health;
 use kube_kit::http::HttpArgs;
 use kube_kit::lease::LeaseArgs;
-use kube_kit::{api_versions, client, http};
+use kube_kit::{api_versions, client, http, token};
 use process_kit::{duration, supervise};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
+use crate::credential::{self, Credential, CredentialArgs};
 use crate::guest::{Guest, Scope};
 use crate::management::{ClusterOwner, GuestDeletion, GuestIdentity, Management, OptionalApis, ServedApis};
 use crate::reconcile::{self, Reconcilers};
@@ -55,6 +56,8 @@ pub struct Args {
     /// Kubeconfig of the management cluster, with this guest's credentials.
     #[arg(long, value_name = "FILE")]
     management_kubeconfig: PathBuf,
+    #[command(flatten)]
+    credential: CredentialArgs,
     /// Namespace of this guest in the management cluster.
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     management_namespace: String,
@@ -127,6 +130,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let mut registry = Registry::with_prefix("nestor_gc_csi");
     let calls = CallMetrics::register(&mut registry);
     let reconcilers = Reconcilers::new(&mut registry);
+    let expiry = credential::Expiry::register(&mut registry);
 
     let guest_client =
         client::connect("guest", "--guest-kubeconfig", args.guest_kubeconfig.as_deref(), "gc-csi").await?;
@@ -149,6 +153,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             }
         });
     }
+
+    let clients = (guest_client.clone(), management_client.clone());
+    let credentials = token::credentials(&args.management_kubeconfig).await?;
+    let credential = Credential::new(args.credential, credentials, clients, expiry, &ready);
+    supervise::background("management credential", stop.clone(), credential.run(stop.clone()));
 
     let identity = |driver: &str| {
         let identity = Identity::new(driver, alive.clone(), ready.clone())

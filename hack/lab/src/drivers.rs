@@ -146,10 +146,11 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Compone
             ("kubeconfig", text(&driver.cluster.kubeconfig_of("mgmt-csi"))),
             ("infra-url", infra.url.clone()),
             ("infra-ca", file("ca.crt")),
-            ("infra-cert", file("client.crt")),
-            ("infra-key", file("client.key")),
+            ("infra-cert", file("driver.crt")),
+            ("infra-key", file("driver.key")),
             ("capacity-namespace", MANAGEMENT_NAMESPACE.to_owned()),
             ("vm-record-namespace", MANAGEMENT_NAMESPACE.to_owned()),
+            ("guest-accounts", MANAGEMENT_NAMESPACE.to_owned()),
             // Short enough for a test, and long enough for every other way of recovery.
             ("repair-grace", "30s".to_owned()),
             ("repair-interval", "5s".to_owned()),
@@ -181,8 +182,8 @@ pub(crate) fn console(state: &State, listen: &str) -> Result<Component> {
             ("kubeconfig", text(&cluster.kubeconfig_of("nestor-console"))),
             ("infra-url", infra.url.clone()),
             ("infra-ca", file("ca.crt")),
-            ("infra-cert", file("client.crt")),
-            ("infra-key", file("client.key")),
+            ("infra-cert", file("reader.crt")),
+            ("infra-key", file("reader.key")),
         ],
     );
     Ok(component(words, ports::free(1)?[0], None))

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use infra_api::{ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec};
+use infra_api::{ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec, Role};
 
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
+use crate::pki::{Authority, write_private};
 use crate::ports;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
@@ -66,9 +67,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     fs::create_dir_all(&infra.loop_root)
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     let program = binaries.join("storage-infra").display().to_string();
-    let mut certificates =
-        command(&program, ["pki", "--host", "127.0.0.1", "--host", SERVER_ADDRESS_FROM_VM, "--dir"]);
-    run_helper(certificates.arg(&infra.pki)).await?;
+    write_certificates(&infra.pki)?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let mut words = vec![program, "serve".to_owned()];
     words.extend(
@@ -92,8 +91,12 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     );
     let component = Component {
         argv: words,
-        // As a variable, which an earlier version without backups ignores.
-        env: [("NESTOR_BACKUP_DIR".to_owned(), dir.join("backups").display().to_string())].into(),
+        // As variables, which an earlier version without these flags ignores.
+        env: [
+            ("NESTOR_BACKUP_DIR".to_owned(), dir.join("backups").display().to_string()),
+            ("NESTOR_CLIENTS_WITHOUT_ROLE".to_owned(), "refuse".to_owned()),
+        ]
+        .into(),
         ready: Ready::http(free[1], "/readyz"),
         http: Some(format!("http://127.0.0.1:{}", free[1])),
         grace: 15,
@@ -117,9 +120,21 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     Ok(())
 }
 
-/// A client with the lab's client certificate.
+/// Certificates of the server and of a client of each role, as `storage-infra pki init` writes them. The program may be an
+/// earlier version, whose `pki` has no roles.
+fn write_certificates(pki: &Path) -> Result<()> {
+    let authority = Authority::new("storage infra")?;
+    write_private(&pki.join("ca.crt"), &authority.cert())?;
+    authority.server("storage-infra", &["127.0.0.1", SERVER_ADDRESS_FROM_VM])?.write(pki, "server")?;
+    for role in Role::ALL {
+        authority.client(role.name(), Some(&role.organization()))?.write(pki, role.name())?;
+    }
+    Ok(())
+}
+
+/// A client with the certificate of an operator.
 pub fn client(infra: &Infra) -> Result<infra_api::Client> {
-    Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki)?)?)
+    Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki, Role::Operator))?)
 }
 
 /// Registers a VM with the storage infra and waits until the hypervisor finds it.

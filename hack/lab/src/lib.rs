@@ -29,7 +29,7 @@ mod drivers;
 pub mod generate;
 pub mod images;
 pub mod infra;
-mod kubeconfig;
+pub mod kubeconfig;
 mod lab;
 mod loop_nodes;
 mod oci;

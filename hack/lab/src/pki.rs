@@ -50,7 +50,13 @@ impl Authority {
 
     /// A server certificate for these host names and addresses.
     pub fn server(&self, name: &str, hosts: &[&str]) -> Result<Pair> {
-        self.sign(params(name, hosts)?, ExtendedKeyUsagePurpose::ServerAuth)
+        self.sign(params(name, hosts)?, &[ExtendedKeyUsagePurpose::ServerAuth])
+    }
+
+    /// A certificate of a server that is also a client: etcd calls itself with it.
+    pub fn peer(&self, name: &str, hosts: &[&str]) -> Result<Pair> {
+        let usages = [ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        self.sign(params(name, hosts)?, &usages)
     }
 
     /// A client certificate. Kubernetes reads `user` and `group` from it.
@@ -59,12 +65,12 @@ impl Authority {
         if let Some(group) = group {
             params.distinguished_name.push(DnType::OrganizationName, group);
         }
-        self.sign(params, ExtendedKeyUsagePurpose::ClientAuth)
+        self.sign(params, &[ExtendedKeyUsagePurpose::ClientAuth])
     }
 
-    fn sign(&self, mut params: CertificateParams, usage: ExtendedKeyUsagePurpose) -> Result<Pair> {
+    fn sign(&self, mut params: CertificateParams, usages: &[ExtendedKeyUsagePurpose]) -> Result<Pair> {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![usage];
+        params.extended_key_usages = usages.to_vec();
         params.use_authority_key_identifier_extension = true;
         let key = KeyPair::generate()?;
         let cert = params.signed_by(&key, &self.issuer)?;

@@ -2,6 +2,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::ByteString;
+use kube_kit::token::{self, Claims};
 use process_kit::duration;
 use serde_json::{Value, json};
 
@@ -17,7 +18,7 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
     let credentials = serde_json::to_value(&cluster.credentials).unwrap_or_default();
     let found = [
         certificate(&credentials).map(|pem| ("client certificate", certificate_expiry(&pem))),
-        token(&credentials).map(|token| ("token", token_expiry(&token))),
+        token::of_credentials(&cluster.credentials).map(|token| ("token", token_expiry(&token))),
     ];
     let now = Timestamp::now();
     let found = found.into_iter().flatten();
@@ -60,21 +61,9 @@ fn certificate_expiry(pem: &[u8]) -> Option<Timestamp> {
     Timestamp::from_second(certificate.validity().not_after.timestamp()).ok()
 }
 
-/// The token: inline, or from its file.
-fn token(credentials: &Value) -> Option<String> {
-    let file = || {
-        std::fs::read_to_string(text(credentials, "tokenFile").or_else(|| text(credentials, "token-file"))?)
-            .ok()
-    };
-    text(credentials, "token").or_else(file)
-}
-
-/// Expiry of a JSON Web Token (RFC 7519, `exp`).
+/// Expiry of a token.
 fn token_expiry(token: &str) -> Option<Timestamp> {
-    let payload = token.trim().split('.').nth(1)?.replace('-', "+").replace('_', "/");
-    let padded = format!("{payload}{}", "=".repeat((4 - payload.len() % 4) % 4));
-    let claims: Value = serde_json::from_slice(&base64(&padded)?).ok()?;
-    Timestamp::from_second(claims["exp"].as_i64()?).ok()
+    Timestamp::from_second(Claims::of(token)?.expires?).ok()
 }
 
 fn base64(text: &str) -> Option<Vec<u8>> {
@@ -85,14 +74,6 @@ fn base64(text: &str) -> Option<Vec<u8>> {
 mod tests {
     use super::super::finding::Level;
     use super::*;
-
-    #[test]
-    fn the_expiry_of_a_token_is_read() {
-        // {"exp":1800000000}, without padding.
-        let token = "h.eyJleHAiOjE4MDAwMDAwMDB9.s";
-        assert_eq!(token_expiry(token).map(jiff::Timestamp::as_second), Some(1_800_000_000));
-        assert_eq!(token_expiry("opaque"), None);
-    }
 
     #[test]
     fn expired_credentials_are_errors_and_certificates_are_reported_early() {

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crds::names::ATTRIBUTE_CLUSTER_ID;
+use crds::names::{ATTRIBUTE_CLUSTER_ID, ATTRIBUTE_SIBLING_OF};
 use infra_api::{Account, Owner, Volume, VolumeId};
 use kube_kit::informer::Change;
 use kube_kit::partial::PersistentVolume;
@@ -135,11 +135,12 @@ impl VolumeOwners {
     }
 }
 
-/// Whom a volume counts for; None if no PersistentVolume says so. Of siblings, the one that was created with the volume
-/// counts, else the first by name. A PersistentVolume without a class does not change the class.
+/// Whom a volume counts for; None if no PersistentVolume says so. The one that was created with the volume counts, else the
+/// first by name, but no sibling: a share leaves the account as it is. A PersistentVolume without a class does not change
+/// the class.
 fn owner(volumes: &[Arc<PersistentVolume>], now: &Owner) -> Option<Owner> {
-    let volume =
-        volumes.iter().min_by_key(|volume| (attribute(volume).is_none(), volume.metadata.name.clone()))?;
+    let own = volumes.iter().filter(|volume| !is_sibling(volume));
+    let volume = own.min_by_key(|volume| (attribute(volume).is_none(), volume.metadata.name.clone()))?;
     let (guest, class) = recorded(volume);
     let account = Account::new(guest?).ok()?;
     let class = class.filter(|class| !class.is_empty()).unwrap_or(&now.class);
@@ -149,6 +150,11 @@ fn owner(volumes: &[Arc<PersistentVolume>], now: &Owner) -> Option<Owner> {
 /// The recorded guest and class of a volume.
 fn recorded(volume: &PersistentVolume) -> (Option<&str>, Option<&str>) {
     (recorded_owner(volume), volume.spec.storage_class_name.as_deref())
+}
+
+/// Whether a PersistentVolume was made to share the volume with another guest.
+fn is_sibling(volume: &PersistentVolume) -> bool {
+    volume.spec.csi.as_ref().is_some_and(|csi| csi.attribute(ATTRIBUTE_SIBLING_OF).is_some())
 }
 
 /// The guest for whose claim the volume was created.
@@ -190,9 +196,13 @@ mod tests {
         assert_eq!(of(&own), expected("a", "gold"));
         let reassigned = volume("z", made_for("a"), label("b"), "gold");
         assert_eq!(of(&[reassigned]), expected("b", "gold"));
-        let sibling = volume("s", json!({}), label("c"), "");
+        let by_hand = volume("s", json!({}), label("c"), "");
+        assert_eq!(of(&[by_hand.clone(), own[0].clone()]), expected("a", "gold"));
+        assert_eq!(of(&[by_hand]), expected("c", "before"));
+        let sibling =
+            volume("s", json!({ATTRIBUTE_CLUSTER_ID: "", ATTRIBUTE_SIBLING_OF: "z"}), json!(null), "");
         assert_eq!(of(&[sibling.clone(), own[0].clone()]), expected("a", "gold"));
-        assert_eq!(of(&[sibling]), expected("c", "before"));
+        assert_eq!(of(&[sibling]), None);
         assert_eq!(of(&[volume("n", made_for(""), json!(null), "gold")]), expected("", "gold"));
         assert_eq!(of(&[volume("u", json!({}), json!(null), "gold")]), None);
         assert_eq!(of(&[]), None);

@@ -1,5 +1,6 @@
 //! Storage infra: the [trait](StorageInfra) through which this driver uses one, and its implementation for the REST API.
 
+mod certificates;
 mod condition;
 mod error;
 mod events;
@@ -8,6 +9,7 @@ mod names;
 mod rest;
 mod storage_infra;
 
+pub use certificates::Certificates;
 pub use condition::condition_message;
 pub use error::{
     AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,

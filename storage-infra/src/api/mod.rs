@@ -1,12 +1,13 @@
 //! REST API: translation between HTTP and [`crate::service`], without logic of its own.
 
 mod budgets;
-mod client_name;
+mod client;
 mod docs;
 mod events;
 mod extract;
 mod handlers;
 mod ops;
+mod roles;
 
 use std::time::{Duration, Instant};
 
@@ -25,9 +26,10 @@ use tracing::Span;
 use crate::metrics::Metrics;
 use crate::service::{Failure, Service};
 
-pub use client_name::{ClientName, NamingAcceptor};
+pub use client::{Client, NamingAcceptor};
 pub use docs::openapi;
 pub use ops::{MetricsAuth, metrics_router, router as ops_router};
+pub use roles::WithoutRole;
 
 /// State shared by the handlers.
 #[derive(Clone)]
@@ -38,8 +40,9 @@ struct App {
 }
 
 /// Router of the API under `/v1`.
-pub fn router(service: Service, stop: CancellationToken) -> Router {
+pub fn router(service: Service, without_role: WithoutRole, stop: CancellationToken) -> Router {
     let metrics = service.metrics().clone();
+    let access = client::Access { without_role, metrics: metrics.clone() };
     Router::new()
         .route("/v1/pools", get(handlers::list_pools))
         .route(
@@ -94,7 +97,8 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
             let detail = format!("no such path: {path}; see /v1/docs");
             Failure::from(Problem::new(ProblemCode::NotFound, detail).about(ObjectKind::Route, path))
         })
-        .layer(middleware::from_fn(client_name::name_client))
+        .layer(middleware::from_fn_with_state(access, client::authorize))
+        .layer(middleware::from_fn(client::name_client))
         .layer(middleware::from_fn_with_state(metrics, observe))
         .with_state(App { service, stop })
 }
@@ -141,7 +145,7 @@ fn header<'a>(request: &'a Request, name: &str) -> Option<&'a str> {
 /// Span of a request. Its level is that of errors, so that it is part of every log line, whatever the log level.
 fn span(request: &Request, route: &str, id: &OperationId) -> Span {
     let (method, path) = (request.method(), request.uri().path());
-    let client = request.extensions().get::<ClientName>().map(ClientName::as_str);
+    let client = request.extensions().get::<Client>().map(Client::name);
     tracing::error_span!(
         "request",
         %method,

@@ -17,7 +17,7 @@ use process_kit::flags::{self, HttpArgs};
 use process_kit::telemetry::{self, LogArgs, SpanExport};
 use trace_export::TraceArgs;
 
-use crate::api::MetricsAuth;
+use crate::api::{MetricsAuth, WithoutRole};
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
 use crate::backup::Schedule;
 
@@ -57,8 +57,11 @@ enum Command {
     Restore(backup::RestoreArgs),
     /// Rebuild a lost or damaged catalog from the contents of the pools. By default only prints what it would do.
     Recover(recover::RecoverArgs),
-    /// Create a CA certificate, a server certificate and a client certificate.
-    Pki(pki::PkiArgs),
+    /// Create and renew certificates of the server and its clients.
+    Pki {
+        #[command(subcommand)]
+        command: pki::PkiCommand,
+    },
     #[command(flatten)]
     Client(client::ClientCommand),
 }
@@ -80,6 +83,9 @@ struct ServeArgs {
     /// CA certificate, PEM. Clients must present a certificate signed by this CA.
     #[arg(long, value_name = "FILE")]
     client_ca: PathBuf,
+    /// What clients may do whose certificates have no role, as those of earlier versions: everything, or nothing.
+    #[arg(long, value_name = "ACCESS", value_enum, default_value_t = WithoutRole::Operator)]
+    clients_without_role: WithoutRole,
     /// A hypervisor, repeatable. NAME=libvirt:URI is a libvirt daemon. NAME=loop:DIR attaches volumes as loop devices
     /// of this host, with links below DIR. NAME=simulated:DIR[,delay=50ms] only keeps records below DIR, for benchmarks
     /// and tests.
@@ -164,6 +170,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 tls_cert: args.tls_cert,
                 tls_key: args.tls_key,
                 client_ca: args.client_ca,
+                without_role: args.clients_without_role,
                 hypervisors: args.hypervisors,
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
@@ -178,7 +185,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Backup(args) => backup::back_up(&args),
         Command::Restore(args) => backup::restore(&args),
         Command::Recover(args) => recover::run(args).await,
-        Command::Pki(args) => pki::write(&args),
+        Command::Pki { command } => pki::run(&command),
         Command::Client(command) => client::run(command).await,
     }
 }

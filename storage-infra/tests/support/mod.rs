@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use infra_api::{
-    Client, ClientError, ClientOptions, EngineKind, Labels, NodeSpec, PoolSpec, ProblemCode, VolumeId,
+    Client, ClientError, ClientOptions, EngineKind, Labels, NodeSpec, PoolSpec, ProblemCode, Role, VolumeId,
 };
 use uuid::Uuid;
 
@@ -79,7 +79,7 @@ impl Site {
         let dir = tempfile::tempdir().unwrap();
         let site = Self { mounts: Vec::new(), libvirt: None, flags: Vec::new(), env: Vec::new(), dir };
         let pki = site.path("pki");
-        let output = run(&["pki", "--dir", text(&pki), "--host", "127.0.0.1"]);
+        let output = run(&["pki", "init", "--dir", text(&pki), "--host", "127.0.0.1"]);
         assert!(output.status.success(), "{output:?}");
         fs::create_dir(site.path("pool")).unwrap();
         site
@@ -190,7 +190,7 @@ impl Site {
                 "--tls-key",
                 text(&self.path("pki/server.key")),
             ])
-            .args(["--client-ca", text(&self.path("pki/ca.crt"))])
+            .args(["--client-ca", text(&self.path("pki/ca.crt")), "--clients-without-role", "refuse"])
             .args(&self.flags)
             .envs(self.env.iter().cloned())
             .env("NESTOR_FAIL_POINTS", self.path("points"))
@@ -275,7 +275,8 @@ impl Site {
     }
 
     pub fn client(&self, api: SocketAddr) -> Client {
-        let mut options = ClientOptions::from_pki_dir(format!("https://{api}"), &self.path("pki")).unwrap();
+        let mut options =
+            ClientOptions::from_pki_dir(format!("https://{api}"), &self.path("pki"), Role::Operator);
         (options.timeout, options.connect_timeout) = (PATIENCE, PATIENCE / 3);
         Client::new(&options).unwrap()
     }

@@ -219,8 +219,8 @@ fn environment(s: &Scenario, folder: &Path) -> Result<Vec<(String, String)>> {
         ("CLUSTER_ID", s.cluster_id.clone()),
         ("NESTOR_INFRA_URL", infra.url.clone()),
         ("NESTOR_INFRA_CA", file("ca.crt")),
-        ("NESTOR_INFRA_CERT", file("client.crt")),
-        ("NESTOR_INFRA_KEY", file("client.key")),
+        ("NESTOR_INFRA_CERT", file("operator.crt")),
+        ("NESTOR_INFRA_KEY", file("operator.key")),
     ];
     Ok(variables.map(|(name, value)| (name.to_owned(), value)).into())
 }

@@ -15,7 +15,7 @@ const FLAGS: &str = "docs/reference/flags.md";
 const OTHERS: [(&str, &str); 9] = [
     (
         "kubectl",
-        "--all-containers --as --containers --context --dry-run --duration --field-selector --for --from-file --grace-period --ignore-not-found --kubeconfig --overwrite --previous --raw --sort-by --timeout --wait",
+        "--all-containers --as --containers --context --dry-run --field-selector --for --from-file --grace-period --ignore-not-found --kubeconfig --overwrite --previous --raw --sort-by --timeout --wait",
     ),
     ("helm", "--set --take-ownership --wait"),
     (

@@ -9,7 +9,7 @@ use futures::future::{BoxFuture, FutureExt, join_all};
 use tests::prometheus::Prometheus;
 use tests::{PATIENCE, eventually};
 
-use super::{drift, leaders, links, node, pools, programs, storage};
+use super::{credentials, drift, leaders, links, node, pools, programs, storage};
 use crate::alerts::site::Site;
 
 /// An alert about a program: name, and job of the program.
@@ -34,7 +34,7 @@ const INFRA: &str = "storage-infra";
 pub(crate) type Group = &'static [Fault];
 
 /// Groups that happen one after the other.
-pub(crate) const QUICK: [Group; 2] = [
+pub(crate) const QUICK: [Group; 3] = [
     &[Fault {
         name: "all programs crash again and again",
         alerts: &[
@@ -55,6 +55,18 @@ pub(crate) const QUICK: [Group; 2] = [
         ],
         run: |site, alerts| programs::crash(site, alerts).boxed(),
     }],
+    &[
+        Fault {
+            name: "certificates are not renewed",
+            alerts: &[("NestorCertificateExpiresSoon", MGMT), ("NestorCertificateExpiresSoon", INFRA)],
+            run: |site, alerts| credentials::certificates_expire(site, alerts).boxed(),
+        },
+        Fault {
+            name: "the token of a guest is not renewed",
+            alerts: &[("NestorGuestCredentialExpiresSoon", GC)],
+            run: |site, alerts| credentials::token_expires(site, alerts).boxed(),
+        },
+    ],
     &[
         Fault {
             name: "a pool disappears",

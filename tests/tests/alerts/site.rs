@@ -81,6 +81,11 @@ impl Links {
         all.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect()
     }
 
+    /// The kubeconfig of an account with which the controllers use the proxies.
+    pub(crate) fn kubeconfig(&self, account: &str) -> std::path::PathBuf {
+        self.kubeconfigs.path().join(account)
+    }
+
     /// Opens all proxies, however a fault left them.
     pub(crate) async fn open(&self) -> Result<()> {
         for proxy in [&self.management, &self.guest, &self.infra] {

@@ -100,7 +100,7 @@ impl Host {
     async fn client(&self, pki: &str, words: &str) -> Result<String> {
         let line = format!(
             "storage-infra {words} --infra-url https://127.0.0.1:8443 --infra-ca {pki}/ca.crt \
-             --infra-cert {pki}/client.crt --infra-key {pki}/client.key"
+             --infra-cert {pki}/operator.crt --infra-key {pki}/operator.key"
         );
         self.run(&line).await
     }
@@ -121,7 +121,7 @@ impl Host {
     /// Follows the guide: certificates, the address, the hypervisor. Enabled, it is active when it is ready.
     async fn configure(&self, s: &Scenario) -> Result<()> {
         let uri = &s.lab.state().infra.as_ref().context("the lab has no infra")?.libvirt_uri;
-        self.run(&format!("storage-infra pki --dir {PKI} --host 127.0.0.1")).await?;
+        self.run(&format!("storage-infra pki init --dir {PKI} --host 127.0.0.1")).await?;
         let names = "LISTEN|TLS_CERT|TLS_KEY|CLIENT_CA";
         self.run(&format!(
             "sed --in-place --regexp-extended 's/^#(NESTOR_({names})=)/\\1/' /etc/nestor/storage-infra.env; \
@@ -179,7 +179,7 @@ impl Host {
     /// Renewed certificates are used after a reload, by the same process.
     async fn reloads_certificates(&self) -> Result<()> {
         let before = self.property("MainPID").await?;
-        self.run(&format!("storage-infra pki --dir {RENEWED} --host 127.0.0.1")).await?;
+        self.run(&format!("storage-infra pki init --dir {RENEWED} --host 127.0.0.1")).await?;
         self.run(&format!("cp {RENEWED}/ca.crt {RENEWED}/server.* {PKI}/; systemctl reload {NAME}")).await?;
         self.has_logged("reloaded the TLS certificates").await?;
         self.client(RENEWED, "pool list").await?;

@@ -227,8 +227,8 @@ pub(super) async fn mgmt_csi(s: &Scenario, proxy: &TcpProxy) -> Result<Running> 
         format!("--kubeconfig={}", management.kubeconfig_of("mgmt-csi").display()),
         format!("--infra-url={}", proxy.url()),
         format!("--infra-ca={}", file("ca.crt")),
-        format!("--infra-cert={}", file("client.crt")),
-        format!("--infra-key={}", file("client.key")),
+        format!("--infra-cert={}", file("driver.crt")),
+        format!("--infra-key={}", file("driver.key")),
     ];
     let second = Running::start(&binary(&s.lab, "mgmt-csi"), &words.each_ref().map(String::as_str)).await?;
     second.ready().await?;

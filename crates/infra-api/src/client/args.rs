@@ -25,6 +25,6 @@ impl InfraArgs {
     /// Creates the client. It connects with the first call.
     pub fn client(&self) -> Result<Client, ClientError> {
         let Self { infra_url, infra_ca, infra_cert, infra_key } = self;
-        Client::new(&ClientOptions::from_files(infra_url, infra_ca, infra_cert, infra_key)?)
+        Client::new(&ClientOptions::from_files(infra_url, infra_ca, infra_cert, infra_key))
     }
 }

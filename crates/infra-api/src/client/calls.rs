@@ -35,7 +35,7 @@ pub(super) struct Response {
 impl Client {
     pub(super) fn call(&self, method: Method, path: &str) -> Call {
         let (name, id) = (format!("{method} {path}"), OperationId::current());
-        let request = self.http.request(method, format!("{}{path}", self.base));
+        let request = self.connection.http().request(method, format!("{}{path}", self.base));
         let request = request.header(REQUEST_ID_HEADER, id.as_str());
         Call { request, name, id, timeout: self.timeout }
     }

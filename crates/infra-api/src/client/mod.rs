@@ -2,30 +2,31 @@
 
 mod args;
 mod calls;
+mod connection;
 mod error;
 mod events;
 mod long_running;
 mod operations;
 mod tls;
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use connection::Connection;
 use error::Result;
+
+use crate::certificates::Expiry;
 
 pub use args::InfraArgs;
 pub use error::ClientError;
 pub use tls::ClientOptions;
 
-/// Interval without traffic after which the client pings the server.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// Time without a reply to such a ping after which the client drops the connection.
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Client of the storage infra. Cheap to clone. All clones multiplex their calls over one HTTP/2 connection: the server
-/// accepts thousands of concurrent streams, and a call that waits long does not block the others.
+/// accepts thousands of concurrent streams, and a call that waits long does not block the others. Changed certificate files
+/// are loaded for the next calls.
 #[derive(Debug, Clone)]
 pub struct Client {
-    http: reqwest::Client,
+    connection: Arc<Connection>,
     base: String,
     timeout: Duration,
 }
@@ -37,29 +38,13 @@ impl Client {
         if !base.starts_with("https://") {
             return Err(ClientError::Config(format!("the URL {base:?} must start with https://")));
         }
-        let http = reqwest::Client::builder()
-            .tls_backend_preconfigured(options.tls()?)
-            .https_only(true)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .connect_timeout(options.connect_timeout)
-            // All calls share one connection. With ALPN negotiation, each of many concurrent first calls would open its
-            // own.
-            .http2_prior_knowledge()
-            // Detects a server that disappeared without closing the connection, so that neither this call nor the next
-            // one hangs.
-            .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-            .http2_keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-            .http2_keep_alive_while_idle(true)
-            .tcp_keepalive(KEEP_ALIVE_INTERVAL)
-            .tcp_keepalive_interval(KEEP_ALIVE_TIMEOUT / 2)
-            .tcp_keepalive_retries(2)
-            .tcp_user_timeout(KEEP_ALIVE_INTERVAL + KEEP_ALIVE_TIMEOUT)
-            .pool_idle_timeout(Duration::from_secs(60))
-            .user_agent(concat!("nestor/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .map_err(|e| ClientError::Config(format!("{base}: {e}")))?;
-        Ok(Self { http, base, timeout: options.timeout })
+        let timeout = options.timeout;
+        Ok(Self { connection: Arc::new(Connection::new(options.clone())?), base, timeout })
+    }
+
+    /// Expiry of the certificates in use. Loads changed files.
+    pub fn certificates(&self) -> Expiry {
+        self.connection.expiry()
     }
 
     /// The server's base URL.

@@ -40,11 +40,15 @@ async fn many_concurrent_calls_share_one_connection() {
     tokio::spawn(server.serve(app.into_make_service_with_connect_info::<SocketAddr>()));
     let address = handle.listening().await.unwrap();
 
+    let dir = tempfile::tempdir().unwrap();
+    let (cert_file, key_file) = (dir.path().join("crt"), dir.path().join("key"));
+    std::fs::write(&cert_file, cert).unwrap();
+    std::fs::write(&key_file, key).unwrap();
     let client = Client::new(&ClientOptions {
         url: format!("https://{address}"),
-        ca: cert.clone(),
-        cert,
-        key,
+        ca: cert_file.clone(),
+        cert: cert_file,
+        key: key_file,
         connect_timeout: Duration::from_secs(30),
         timeout: Duration::from_secs(60),
     })

@@ -1,4 +1,4 @@
-//! Mutual TLS of the client: one trusted CA and a client certificate.
+//! Mutual TLS of the client: trusted CAs and a client certificate, from files that are loaded again when they change.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,58 +9,71 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::error::ClientError;
+use crate::certificates::Expiry;
+use crate::role::Role;
 
 /// Server address and client credentials.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct ClientOptions {
     /// `https://host:port`, without a path.
     pub url: String,
-    /// PEM certificate of the CA that signs the server's certificate.
-    pub ca: Vec<u8>,
+    /// PEM certificates of the CAs that sign the server's certificate.
+    pub ca: PathBuf,
     /// PEM certificate chain of the client.
-    pub cert: Vec<u8>,
+    pub cert: PathBuf,
     /// PEM private key of the client.
-    pub key: Vec<u8>,
+    pub key: PathBuf,
     /// Connect timeout.
     pub connect_timeout: Duration,
     /// Timeout of a call without a deadline of its own.
     pub timeout: Duration,
 }
 
-impl std::fmt::Debug for ClientOptions {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Keeps the key out of logs.
-        f.debug_struct("ClientOptions").field("url", &self.url).finish_non_exhaustive()
-    }
-}
-
 impl ClientOptions {
-    /// Reads certificates and key from files. Timeouts: 3 s to connect, 30 s for a call.
-    pub fn from_files(
-        url: impl Into<String>,
-        ca: &Path,
-        cert: &Path,
-        key: &Path,
-    ) -> Result<Self, ClientError> {
+    /// Certificates and key in files. Timeouts: 3 s to connect, 30 s for a call.
+    pub fn from_files(url: impl Into<String>, ca: &Path, cert: &Path, key: &Path) -> Self {
+        Self {
+            url: url.into(),
+            ca: ca.to_owned(),
+            cert: cert.to_owned(),
+            key: key.to_owned(),
+            // Short, because all calls wait for the one connection attempt.
+            connect_timeout: Duration::from_secs(3),
+            timeout: Duration::from_secs(30),
+        }
+    }
+
+    /// Like [`Self::from_files`], with a role's certificate in a directory of `storage-infra pki`.
+    pub fn from_pki_dir(url: impl Into<String>, dir: &Path, role: Role) -> Self {
+        let (cert, key) = (dir.join(format!("{role}.crt")), dir.join(format!("{role}.key")));
+        Self::from_files(url, &dir.join("ca.crt"), &cert, &key)
+    }
+
+    /// Reads the files.
+    pub(super) fn read(&self) -> Result<Pem, ClientError> {
         let read = |what: &str, path: &Path| {
             std::fs::read(path)
                 .map_err(|e| ClientError::Config(format!("cannot read the {what} {}: {e}", path.display())))
         };
-        Ok(Self {
-            url: url.into(),
-            ca: read("CA certificate", ca)?,
-            cert: read("client certificate", cert)?,
-            key: read("client key", key)?,
-            // Short, because all calls wait for the one connection attempt.
-            connect_timeout: Duration::from_secs(3),
-            timeout: Duration::from_secs(30),
+        Ok(Pem {
+            ca: read("CA certificate", &self.ca)?,
+            cert: read("client certificate", &self.cert)?,
+            key: read("client key", &self.key)?,
         })
     }
+}
 
-    /// Like [`Self::from_files`], for a directory that `storage-infra pki` wrote.
-    pub fn from_pki_dir(url: impl Into<String>, dir: &Path) -> Result<Self, ClientError> {
-        let file = |name: &str| -> PathBuf { dir.join(name) };
-        Self::from_files(url, &file("ca.crt"), &file("client.crt"), &file("client.key"))
+/// Contents of the files.
+#[derive(PartialEq, Eq)]
+pub(super) struct Pem {
+    ca: Vec<u8>,
+    cert: Vec<u8>,
+    key: Vec<u8>,
+}
+
+impl Pem {
+    pub(super) fn expiry(&self) -> Expiry {
+        Expiry::of(&self.cert, &self.ca)
     }
 
     pub(super) fn tls(&self) -> Result<rustls::ClientConfig, ClientError> {

@@ -92,12 +92,27 @@ impl Lab {
         revision.with_context(|| format!("etcd's response has no revision: {answer}"))
     }
 
+    /// An HTTP client with the API server's certificate for etcd.
+    fn etcd_client(&self) -> Result<reqwest::Client> {
+        let file = |name: &str| {
+            let path = self.run().path("clusters/mgmt").join(name);
+            std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
+        };
+        let identity =
+            reqwest::Identity::from_pem(&[file("etcd-client.crt")?, file("etcd-client.key")?].concat())?;
+        // Fails only if a provider is already installed.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let ca = reqwest::Certificate::from_pem(&file("etcd-ca.crt")?)?;
+        let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30));
+        Ok(client.tls_certs_only([ca]).identity(identity).build()?)
+    }
+
     /// Calls etcd's v3 API with JSON.
     async fn etcd(&self, call: &str, request: &Value) -> Result<Value> {
         let component = self.state().components.get(ETCD).context("the lab has no etcd")?;
-        let url = format!("{}/v3/{call}", component.http.as_deref().context("etcd has no address")?);
-        let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
-        let answer = client.post(&url).body(request.to_string()).send().await?;
+        let address = component.argv.iter().find_map(|word| word.strip_prefix("--advertise-client-urls="));
+        let url = format!("{}/v3/{call}", address.context("etcd has no address")?);
+        let answer = self.etcd_client()?.post(&url).body(request.to_string()).send().await?;
         let text = answer.error_for_status()?.text().await?;
         serde_json::from_str(&text).with_context(|| format!("{url}: bad response: {text}"))
     }

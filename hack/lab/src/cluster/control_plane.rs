@@ -34,6 +34,7 @@ pub struct ControlPlane {
     dir: PathBuf,
     etcd: u16,
     etcd_peer: u16,
+    etcd_metrics: u16,
     api: u16,
     controllers: u16,
     scheduler: Option<u16>,
@@ -44,7 +45,7 @@ impl ControlPlane {
     pub fn plan(run: &Run, plan: &ControlPlanePlan<'_>) -> Result<Self> {
         let dir = run.path("clusters").join(plan.name);
         fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-        let free = ports::free(5)?;
+        let free = ports::free(6)?;
         let authority = Authority::new(&format!("{} cluster", plan.name))?;
         let ca = dir.join("ca.crt");
         pki::write_private(&ca, &authority.cert())?;
@@ -61,6 +62,7 @@ impl ControlPlane {
             dir,
             etcd: free[0],
             etcd_peer: free[1],
+            etcd_metrics: free[5],
             api: free[2],
             controllers: free[3],
             scheduler: plan.scheduler.then_some(free[4]),
@@ -86,6 +88,11 @@ impl ControlPlane {
         self.authority
             .client("kube-apiserver-kubelet-client", Some("system:masters"))?
             .write(&self.dir, "kubelet-client")?;
+        // Of its own: a certificate of the cluster's authority, such as that of a kubelet, gives no access to etcd.
+        let etcd = Authority::new(&format!("{} etcd", self.cluster.name))?;
+        pki::write_private(&self.dir.join("etcd-ca.crt"), &etcd.cert())?;
+        etcd.peer("etcd", &local)?.write(&self.dir, "etcd-server")?;
+        etcd.client("kube-apiserver", None)?.write(&self.dir, "etcd-client")?;
         let (private, public) = pki::token_key()?;
         pki::write_private(&self.dir.join("tokens.key"), &private)?;
         pki::write_private(&self.dir.join("tokens.pub"), &public)?;
@@ -142,8 +149,12 @@ impl ControlPlane {
     }
 
     fn etcd_component(&self, tools: &Path) -> Component {
-        let client = format!("http://127.0.0.1:{}", self.etcd);
-        let peer = format!("http://127.0.0.1:{}", self.etcd_peer);
+        // VMs reach the host's loopback: without a client certificate, they have no access.
+        let client = format!("https://127.0.0.1:{}", self.etcd);
+        let peer = format!("https://127.0.0.1:{}", self.etcd_peer);
+        let metrics = format!("http://127.0.0.1:{}", self.etcd_metrics);
+        let (ca, cert, key) =
+            (self.file("etcd-ca.crt"), self.file("etcd-server.crt"), self.file("etcd-server.key"));
         Component {
             argv: argv(
                 tools,
@@ -156,6 +167,15 @@ impl ControlPlane {
                     ("listen-peer-urls", peer.clone()),
                     ("initial-advertise-peer-urls", peer.clone()),
                     ("initial-cluster", format!("{}={peer}", self.cluster.name)),
+                    ("listen-metrics-urls", metrics.clone()),
+                    ("client-cert-auth", "true".into()),
+                    ("trusted-ca-file", ca.clone()),
+                    ("cert-file", cert.clone()),
+                    ("key-file", key.clone()),
+                    ("peer-client-cert-auth", "true".into()),
+                    ("peer-trusted-ca-file", ca),
+                    ("peer-cert-file", cert),
+                    ("peer-key-file", key),
                     // The data of a lab need not survive a crash of the host, only of the process.
                     ("unsafe-no-fsync", "true".into()),
                     // As kubeadm sets it: idle watches receive bookmarks.
@@ -164,8 +184,8 @@ impl ControlPlane {
                 ],
             ),
             env: Default::default(),
-            ready: Ready::http(self.etcd, "/health"),
-            http: Some(format!("http://127.0.0.1:{}", self.etcd)),
+            ready: Ready::http(self.etcd_metrics, "/health"),
+            http: Some(metrics),
             grace: 5,
             driver: None,
         }
@@ -173,7 +193,10 @@ impl ControlPlane {
 
     fn apiserver_component(&self, tools: &Path) -> Result<Component> {
         let mut flags = vec![
-            ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
+            ("etcd-servers", format!("https://127.0.0.1:{}", self.etcd)),
+            ("etcd-cafile", self.file("etcd-ca.crt")),
+            ("etcd-certfile", self.file("etcd-client.crt")),
+            ("etcd-keyfile", self.file("etcd-client.key")),
             ("bind-address", "127.0.0.1".into()),
             ("secure-port", self.api.to_string()),
             // The address in the `kubernetes` endpoints. It must not be loopback; pods in VMs reach us there.

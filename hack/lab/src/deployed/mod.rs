@@ -9,6 +9,7 @@ mod version;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use crds::names::credential_secret;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::Client;
@@ -66,7 +67,7 @@ pub(crate) async fn install_management(ui: &Ui, run: &Run, version: &Version) ->
     let client = kubeconfig::client(&cluster(&state)?.kubeconfig).await?;
     namespace(&client).await?;
     let pki = &state.infra.as_ref().context("no storage infra")?.pki;
-    let files = [("ca.crt", "ca.crt"), ("tls.crt", "client.crt"), ("tls.key", "client.key")];
+    let files = [("ca.crt", "ca.crt"), ("tls.crt", "driver.crt"), ("tls.key", "driver.key")];
     let data = files.map(|(key, file)| Ok((key, read(&pki.join(file))?)));
     secret(&client, INFRA_SECRET, data.into_iter().collect::<Result<Vec<_>>>()?).await?;
     management_release(run)?.install(version).await?;
@@ -83,7 +84,8 @@ pub(crate) async fn install_guest(ui: &Ui, run: &Run, name: &str, version: &Vers
     let token = token(&management, &guest.namespace, &guest.account()).await?;
     let client = kubeconfig::client(&guest.cluster.kubeconfig).await?;
     namespace(&client).await?;
-    secret(&client, TOKEN_SECRET, token).await?;
+    let ca = read(&cluster(&state)?.ca)?;
+    secret(&client, TOKEN_SECRET, vec![("token", token), ("ca.crt", ca)]).await?;
     guest_release(run, name)?.install(version).await?;
     step.done();
     Ok(())
@@ -122,15 +124,14 @@ async fn secret(client: &Client, name: &str, data: Vec<(&str, Vec<u8>)>) -> Resu
     apply_one(client, object).await.map(drop)
 }
 
-/// A guest's token and CA certificate, which the management chart's `createToken` asks the cluster for.
-async fn token(client: &Client, namespace: &str, account: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
+/// A guest's token, which mgmt-csi renews. In an earlier version the cluster created one that does not expire.
+async fn token(client: &Client, namespace: &str, account: &str) -> Result<Vec<u8>> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), namespace);
-    let what = format!("Secret {namespace}/{account} has a token");
-    eventually(&what, helm::PATIENCE, || async {
-        let data = secrets.get(account).await?.data.unwrap_or_default();
-        let read = |key: &'static str| Some((key, data.get(key)?.0.clone()));
-        let both = [read("token"), read("ca.crt")].into_iter().collect::<Option<Vec<_>>>();
-        Ok(both.ok_or_else(|| "not filled yet".to_owned()))
+    let renewed = credential_secret(account);
+    let name = if secrets.get_opt(&renewed).await?.is_some() { &renewed } else { account };
+    eventually(&format!("Secret {namespace}/{name} has a token"), helm::PATIENCE, || async {
+        let data = secrets.get(name).await?.data.unwrap_or_default();
+        Ok(data.get("token").map(|token| token.0.clone()).ok_or_else(|| "not filled yet".to_owned()))
     })
     .await
 }

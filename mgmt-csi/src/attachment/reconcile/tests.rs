@@ -24,8 +24,7 @@ use super::*;
 use crate::cluster::Cluster;
 use crate::infra::{
     AttachedDisk, BudgetError, CreateError, DeleteError, ExpandError, LimitError, Message, ParsedId,
-    SnapshotError,
-    parse_attachment_id,
+    SnapshotError, parse_attachment_id,
 };
 use crate::ownership::UnlabelledVms;
 

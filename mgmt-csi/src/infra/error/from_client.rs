@@ -28,6 +28,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -48,6 +49,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -67,6 +69,7 @@ impl From<ClientError> for SnapshotError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -87,6 +90,7 @@ impl From<ClientError> for ExpandError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -107,6 +111,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -126,6 +131,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
             | ProblemCode::Unavailable
             | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
@@ -160,6 +166,7 @@ impl From<ClientError> for AttachError {
                 | ProblemCode::OutOfSpace
                 | ProblemCode::OverBudget
                 | ProblemCode::ReadOnly
+                | ProblemCode::Forbidden
                 | ProblemCode::Unavailable
                 | ProblemCode::Internal,
                 _,

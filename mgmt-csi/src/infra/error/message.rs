@@ -155,6 +155,7 @@ fn for_guest(problem: &Problem) -> String {
         ProblemCode::TooManyDisks => "the VM has no free slot for another disk",
         ProblemCode::Unavailable => "the storage infra is unavailable or still works on it",
         ProblemCode::ReadOnly => "the storage infra is read-only",
+        ProblemCode::Forbidden => "the storage infra does not allow it",
         ProblemCode::Internal => "the storage infra failed",
     };
     format!("{text}; {SEE_LOG}")

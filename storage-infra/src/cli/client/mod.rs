@@ -8,8 +8,10 @@ mod pools;
 mod snapshots;
 mod volumes;
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
-use infra_api::{CapacityQuery, Client, InfraArgs, PoolName};
+use infra_api::{CapacityQuery, Client, ClientOptions, PoolName};
 
 use super::output::{self, Format};
 
@@ -17,8 +19,36 @@ use super::output::{self, Format};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Client")]
 pub struct ClientArgs {
-    #[command(flatten)]
-    infra: InfraArgs,
+    /// URL of the storage infra API, for instance `https://infra.example:8443`.
+    #[arg(long, env = "NESTOR_INFRA_URL", hide_env_values = true, value_name = "URL")]
+    infra_url: String,
+    /// CA certificate of the storage infra, PEM.
+    #[arg(
+        long,
+        env = "NESTOR_INFRA_CA",
+        hide_env_values = true,
+        value_name = "FILE",
+        default_value = "/etc/nestor/pki/ca.crt"
+    )]
+    infra_ca: PathBuf,
+    /// Client certificate with the role operator, PEM. Commands that only show something also work with the role reader.
+    #[arg(
+        long,
+        env = "NESTOR_INFRA_CERT",
+        hide_env_values = true,
+        value_name = "FILE",
+        default_value = "/etc/nestor/pki/operator.crt"
+    )]
+    infra_cert: PathBuf,
+    /// Private key of the client certificate, PEM.
+    #[arg(
+        long,
+        env = "NESTOR_INFRA_KEY",
+        hide_env_values = true,
+        value_name = "FILE",
+        default_value = "/etc/nestor/pki/operator.key"
+    )]
+    infra_key: PathBuf,
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = Format::Table)]
     output: Format,
@@ -85,7 +115,8 @@ fn label(text: &str) -> Result<(String, String), String> {
 
 impl ClientArgs {
     fn connect(&self) -> anyhow::Result<Client> {
-        Ok(self.infra.client()?)
+        let Self { infra_url, infra_ca, infra_cert, infra_key, .. } = self;
+        Ok(Client::new(&ClientOptions::from_files(infra_url, infra_ca, infra_cert, infra_key))?)
     }
 }
 

@@ -23,6 +23,8 @@ mod driver_endpoints;
 mod duplicate_uuids;
 mod expand;
 mod filesystem;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod health;
 mod kubelet;
 mod lost_writes;

@@ -10,9 +10,9 @@ use uuid::Uuid;
 use super::filesystem::Filesystem;
 
 /// Offset of btrfs's superblock; the others are at or near offset 0.
-const BTRFS_OFFSET: usize = 64 << 10;
+pub(crate) const BTRFS_OFFSET: usize = 64 << 10;
 /// Number of bytes at the start of a disk that contain all superblocks.
-const HEAD: usize = BTRFS_OFFSET + 4096;
+pub(crate) const HEAD: usize = BTRFS_OFFSET + 4096;
 
 /// ext4's incompatible feature flag of 64-bit block numbers.
 const EXT4_64BIT: u32 = 0x80;
@@ -47,7 +47,7 @@ impl Superblock {
         })
     }
 
-    fn parse(head: &[u8], filesystem: Filesystem) -> Option<Self> {
+    pub(crate) fn parse(head: &[u8], filesystem: Filesystem) -> Option<Self> {
         match filesystem {
             // Linux, `Documentation/filesystems/ext4/super.rst`.
             Filesystem::Ext4 => {

@@ -5,6 +5,8 @@ mod compatibility;
 pub mod controller;
 mod credential;
 mod events;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod guest;
 mod management;
 mod pin;

@@ -28,7 +28,7 @@ impl Access {
 /// Contents of the configuration file.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-struct File {
+pub(crate) struct File {
     guest: Access,
     management: Access,
     cluster_id: Option<String>,
@@ -73,7 +73,7 @@ fn read(path: &Path) -> Result<File, Error> {
     parse(&text).map_err(fail)
 }
 
-fn parse(text: &str) -> Result<File, String> {
+pub(crate) fn parse(text: &str) -> Result<File, String> {
     let is_empty = text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'));
     if is_empty {
         Ok(File::default())

@@ -8,6 +8,8 @@ pub mod clusters;
 pub mod config;
 pub mod diagnose;
 pub mod error;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod gather;
 pub mod guest;
 pub mod lists;

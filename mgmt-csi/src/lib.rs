@@ -9,6 +9,8 @@ pub mod claims;
 pub mod cluster;
 pub mod controller;
 mod event_reason;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod guest_credentials;
 pub mod infra;
 pub mod ownership;

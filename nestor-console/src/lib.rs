@@ -5,6 +5,8 @@ pub mod app;
 pub mod decide;
 pub mod feed;
 pub mod first_seen;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod infra;
 pub mod overview;
 pub mod pools;

@@ -23,6 +23,8 @@ pub mod catalog;
 pub mod cli;
 pub mod engine;
 mod fail_points;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod hypervisor;
 pub mod metrics;
 pub mod placement;

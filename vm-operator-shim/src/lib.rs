@@ -4,6 +4,8 @@
 pub mod app;
 mod attach_limiter;
 mod attachments;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod missing_claims;
 pub mod plan;
 mod reconcile;

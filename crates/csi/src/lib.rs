@@ -6,6 +6,8 @@ pub mod client;
 mod codec;
 mod connections;
 pub mod deadline;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod identity;
 pub mod locks;
 pub mod metrics;
@@ -22,4 +24,6 @@ pub mod proto {
     tonic::include_proto!("csi.v1");
 }
 
+/// Decoding and encoding of messages.
+pub use prost::Message;
 pub use tonic::Status;

@@ -10,6 +10,8 @@ mod account;
 mod bounds;
 mod certificates;
 pub mod client;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod ids;
 mod model;
 mod problem;

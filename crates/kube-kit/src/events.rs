@@ -25,6 +25,10 @@ pub use aggregation::{GroupedWarning, name_list};
 const CONCURRENCY: Limits = Limits { total: 16, namespace: 8, object: 1 };
 /// Maximum number of queued Events per namespace; further ones are dropped and logged.
 const MAX_QUEUED: usize = 64;
+/// Maximum length of the text of an Event in bytes (Kubernetes API, `Event.note`).
+pub(crate) const MAX_NOTE: usize = 1024;
+/// End of a truncated text.
+const ELLIPSIS: &str = "…";
 /// How long after an Event an identical one is only counted in its series.
 const SERIES_WINDOW: Duration = Duration::from_secs(360);
 /// Interval at which expired series are removed.
@@ -96,7 +100,7 @@ impl Events {
     }
 
     fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
-        let mut note = one_line(&note).into_owned();
+        let note = self::note(&note);
         let flow = flow(&about);
         if self.limiter.waiting(&flow.namespace) >= MAX_QUEUED {
             tracing::warn!(
@@ -107,7 +111,6 @@ impl Events {
             );
             return;
         }
-        truncate(&mut note, 1000);
         let recorder = self.recorder(topic(&about, action, reason), &note);
         let event = Event {
             type_,
@@ -181,13 +184,16 @@ fn topic(about: &ObjectReference, action: &str, reason: &str) -> Topic {
     [kind, namespace, name, uid, action.to_owned(), reason.to_owned()]
 }
 
-/// Truncates a note to the API's limit (1024 bytes), at a character boundary.
-fn truncate(note: &mut String, longest: usize) {
-    if note.len() > longest {
+/// The text of an Event: one line, truncated to the API's limit at a character boundary.
+pub(crate) fn note(text: &str) -> String {
+    let mut note = one_line(text).into_owned();
+    if note.len() > MAX_NOTE {
+        let longest = MAX_NOTE - ELLIPSIS.len();
         let end = (0..=longest).rev().find(|at| note.is_char_boundary(*at)).unwrap_or(0);
         note.truncate(end);
-        note.push('…');
+        note.push_str(ELLIPSIS);
     }
+    note
 }
 
 #[cfg(test)]

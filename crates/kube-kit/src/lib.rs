@@ -6,6 +6,8 @@ pub mod client;
 pub mod events;
 mod fail_points;
 pub mod fair;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod health;
 pub mod http;
 pub mod index;

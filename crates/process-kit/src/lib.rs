@@ -4,6 +4,8 @@
 
 pub mod duration;
 pub mod flags;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod health;
 pub mod keyed_lock;
 pub mod memory;

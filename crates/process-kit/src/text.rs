@@ -19,7 +19,7 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
 }
 
 /// Control characters, Unicode line and paragraph separators, and bidirectional marks.
-fn is_unsafe(one: char) -> bool {
+pub(crate) fn is_unsafe(one: char) -> bool {
     one.is_control()
         || matches!(one, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

@@ -53,7 +53,7 @@ impl BackupSuperblock {
     }
 
     /// Parses a block at offset `at` as a superblock.
-    fn known(block: &[u8], at: u64) -> Option<Self> {
+    pub(super) fn known(block: &[u8], at: u64) -> Option<Self> {
         let has = |place: usize, magic: &[u8]| block.get(place..place + magic.len()) == Some(magic);
         let found = |filesystem, block_size| Some(Self { filesystem, at, block_size });
         if has(0x38, &[0x53, 0xef]) {

@@ -5,6 +5,8 @@
 mod attestation;
 mod backup_superblock;
 mod format;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod marker;
 mod probe;
 

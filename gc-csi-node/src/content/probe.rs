@@ -77,7 +77,7 @@ pub(crate) async fn examine(disk: &Disk, token: Option<FormatToken>) -> Result<C
 }
 
 /// Parses blkid's exit code and output (blkid(8), "EXIT STATUS").
-fn understand(output: &Output) -> Result<Signatures, ProbeError> {
+pub(super) fn understand(output: &Output) -> Result<Signatures, ProbeError> {
     let value = |key: &str| {
         let line = output.stdout.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
         line.filter(|value| !value.is_empty()).map(str::to_owned)

@@ -116,7 +116,7 @@ impl Controller {
     }
 }
 
-async fn create(
+pub(super) async fn create(
     volumes: &impl CreatableVolumes,
     locks: &VolumeLocks,
     request: proto::CreateVolumeRequest,

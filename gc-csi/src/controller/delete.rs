@@ -65,7 +65,7 @@ impl Controller {
     }
 }
 
-async fn delete(
+pub(super) async fn delete(
     volumes: &impl DeletableVolumes,
     locks: &VolumeLocks,
     request: &proto::DeleteVolumeRequest,

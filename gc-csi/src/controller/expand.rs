@@ -45,7 +45,7 @@ impl Controller {
     }
 }
 
-async fn expand(
+pub(super) async fn expand(
     volumes: &impl ExpandableVolumes,
     locks: &VolumeLocks,
     request: &proto::ControllerExpandVolumeRequest,

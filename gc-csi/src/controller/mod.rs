@@ -5,6 +5,8 @@ mod create;
 mod delete;
 mod errors;
 mod expand;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod legacy;
 mod list;
 mod modify;
@@ -13,7 +15,7 @@ mod pinned;
 mod publish;
 mod service;
 mod snapshots;
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 mod testing;
 
 use std::iter;

@@ -100,7 +100,7 @@ impl Controller {
     }
 }
 
-async fn publish(
+pub(super) async fn publish(
     volumes: &impl AttachableVolumes,
     locks: &VolumeLocks,
     request: &proto::ControllerPublishVolumeRequest,
@@ -150,7 +150,7 @@ async fn attach_with_current_cache(
     volumes.attach(attach, deadline).await
 }
 
-async fn unpublish(
+pub(super) async fn unpublish(
     volumes: &impl AttachableVolumes,
     locks: &VolumeLocks,
     request: &proto::ControllerUnpublishVolumeRequest,

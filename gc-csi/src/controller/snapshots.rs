@@ -136,7 +136,7 @@ impl Controller {
     }
 }
 
-async fn create(
+pub(super) async fn create(
     sources: &impl SnapshotSources,
     snapshots: Option<&impl SnapshotStore>,
     locks: &VolumeLocks,
@@ -206,7 +206,7 @@ async fn abandon_without_content(
     }
 }
 
-async fn delete(
+pub(super) async fn delete(
     snapshots: Option<&impl SnapshotStore>,
     locks: &VolumeLocks,
     request: &proto::DeleteSnapshotRequest,

@@ -151,7 +151,7 @@ fn is_shared(claim: &PersistentVolumeClaim, own: &str) -> bool {
 }
 
 /// A record that cannot be parsed counts too: its key names the guest.
-fn others(claim: &PersistentVolumeClaim, own: &str) -> Vec<String> {
+pub(super) fn others(claim: &PersistentVolumeClaim, own: &str) -> Vec<String> {
     annotations(claim)
         .filter_map(|(key, text)| Some((key.strip_prefix(names::ANNOTATION_CONSUMER_PREFIX)?, text)))
         .filter(|(guest, _)| *guest != own)

@@ -16,6 +16,8 @@ mod classes;
 mod cluster_owner;
 pub(crate) mod consumers;
 mod error;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod identity;
 pub(crate) mod inventory;
 mod objects;

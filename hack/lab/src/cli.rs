@@ -1,5 +1,6 @@
 //! Command line: verbs and their flags.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -15,7 +16,7 @@ use crate::session::{After, interrupted, with_any_lab, with_lab};
 use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
-use crate::{generate, images, package, release, verbs, verify};
+use crate::{advisories, generate, images, package, release, verbs, verify};
 
 /// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
 #[derive(Debug, Parser)]
@@ -102,6 +103,11 @@ enum Verb {
     Release(release::Options),
     /// Write the files that are derived from the code: crds/yaml, and pages in docs/reference. Builds the programs first.
     Generate,
+    /// Renew hack/advisories: the advisories about the dependencies that `cargo lab test --all` checks.
+    Advisory {
+        /// Clone of the RustSec advisory database.
+        clone: PathBuf,
+    },
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
         /// Name of the bench. `help` lists them.
@@ -135,6 +141,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Package(options) => package::package(&ui, &options).await.map(|()| ExitCode::SUCCESS),
         Verb::Release(options) => release::release(&ui, &options).await.map(|()| ExitCode::SUCCESS),
         Verb::Generate => generate::generate(&ui).await.map(|()| ExitCode::SUCCESS),
+        Verb::Advisory { clone } => renew_advisories(&clone).await,
         Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
     }
 }
@@ -187,6 +194,11 @@ async fn run_soak(ui: &Ui, run: &Run, minutes: u64, seed: Option<u64>) -> Result
     let options = UpOptions { vms: 0, guests: 2, one_namespace: true, ..UpOptions::default() };
     let work = async |lab: &Lab| verbs::soak(lab, minutes, seed).await;
     with_any_lab(ui, run, "soak", &options, work).await
+}
+
+async fn renew_advisories(clone: &Path) -> Result<ExitCode> {
+    say(format!("kept {} advisories", advisories::renew(clone).await?));
+    Ok(ExitCode::SUCCESS)
 }
 
 /// `plot` draws recorded results, and help is only printed.

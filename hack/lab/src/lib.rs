@@ -16,6 +16,7 @@
 //! | `cargo lab generate` | [`generate`] |
 //! | `cargo lab release` | [`release`] |
 
+mod advisories;
 pub mod architecture;
 pub mod audit;
 pub mod cache;

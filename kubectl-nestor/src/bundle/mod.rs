@@ -2,7 +2,7 @@
 //! credentials are removed from everything else.
 
 mod archive;
-mod redact;
+pub(crate) mod redact;
 mod sources;
 
 use std::path::{Path, PathBuf};

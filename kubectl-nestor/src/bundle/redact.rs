@@ -104,6 +104,9 @@ fn words(line: &str) -> String {
 
 /// Redacts `flag=value` and encoded credentials (JSON Web Tokens, base64 of PEM).
 fn one_word(word: &str) -> String {
+    if word.contains("eyJ") && word.matches('.').count() >= 2 || word.contains("LS0tLS1CRUdJTi") {
+        return REMOVED.to_owned();
+    }
     if let Some((name, value)) = word.split_once('=') {
         // A path is not a credential, and support needs it.
         let is_path = value.trim_start_matches(['"', '\'']).starts_with('/');
@@ -111,10 +114,7 @@ fn one_word(word: &str) -> String {
             return format!("{name}={REMOVED}");
         }
     }
-    match word.contains("eyJ") && word.matches('.').count() >= 2 || word.contains("LS0tLS1CRUdJTi") {
-        true => REMOVED.to_owned(),
-        false => word.to_owned(),
-    }
+    word.to_owned()
 }
 
 #[cfg(test)]

@@ -209,7 +209,7 @@ fn size_with_source(
     Ok(size)
 }
 
-fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Status> {
+pub(super) fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Status> {
     match &source.r#type {
         None => Err(Status::invalid_argument("volume_content_source has neither a snapshot nor a volume")),
         Some(Content::Snapshot(SnapshotSource { snapshot_id })) => {

@@ -5,6 +5,8 @@ mod claims;
 mod convert;
 mod create;
 mod deletion_guard;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 pub(crate) mod limits;
 mod modify;
 mod pages;

@@ -82,7 +82,7 @@ fn refusal_failure(refusal: Refusal, attachment: &VolumeAttachment) -> Failure {
 }
 
 /// Desired attachment; `already_attached` tells whether the disk is attached already.
-fn target(
+pub(crate) fn target(
     attachment: &VolumeAttachmentSpec,
     claim_key: &Key,
     claim: Option<&PersistentVolumeClaim>,

@@ -1,6 +1,8 @@
 //! The web page: HTML that is rendered here, and a stream of events. Every response forbids markup, scripts and connections
 //! from elsewhere.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod guard;
 mod page;
 mod query;

@@ -56,7 +56,7 @@ impl From<Parameters> for View {
     fn from(parameters: Parameters) -> Self {
         let number = |text: String| text.parse().unwrap_or(1).max(1);
         Self {
-            text: parameters.q.trim().chars().take(MAX_TEXT).collect(),
+            text: parameters.q.trim().chars().take(MAX_TEXT).collect::<String>().trim_end().to_owned(),
             open_only: parameters.show == "open",
             guests: number(parameters.guests),
             disks: number(parameters.disks),

@@ -74,7 +74,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Wait {
 }
 
 /// Parses one preference. Invalid preferences are ignored, as RFC 7240 requires.
-fn wait(preference: &str) -> Option<Duration> {
+pub(crate) fn wait(preference: &str) -> Option<Duration> {
     let (name, value) = preference.split_once('=')?;
     if !name.trim().eq_ignore_ascii_case("wait") {
         return None;

@@ -3,8 +3,9 @@
 mod budgets;
 mod client;
 mod docs;
+mod documented_errors;
 mod events;
-mod extract;
+pub(crate) mod extract;
 mod handlers;
 mod ops;
 mod roles;

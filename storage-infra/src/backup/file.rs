@@ -55,7 +55,7 @@ pub fn name_at(prefix: &str, now: Timestamp) -> String {
 }
 
 /// Time in the name of a backup with this prefix.
-pub(super) fn time_of(prefix: &str, name: &str) -> Option<Timestamp> {
+pub(crate) fn time_of(prefix: &str, name: &str) -> Option<Timestamp> {
     let text = name.strip_prefix(prefix)?.strip_suffix(".sqlite")?;
     TimeZone::UTC.to_timestamp(DateTime::strptime(TIME, text).ok()?).ok()
 }

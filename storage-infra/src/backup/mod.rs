@@ -5,7 +5,7 @@
 //! nothing there.
 
 mod compare;
-mod file;
+pub(crate) mod file;
 mod restore;
 mod retention;
 mod schedule;

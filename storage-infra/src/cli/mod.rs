@@ -5,7 +5,7 @@ mod client;
 mod output;
 mod pki;
 mod recover;
-mod size;
+pub(crate) mod size;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

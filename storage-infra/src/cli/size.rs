@@ -14,7 +14,7 @@ const UNITS: [(&str, u64); 10] = [
 ];
 
 /// Parses a quantity; whole numbers only.
-pub(super) fn parse(text: &str) -> Result<u64, String> {
+pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
     let (number, factor) = match unit {
         Some((unit, factor)) => (&text[..text.len() - unit.len()], *factor),
@@ -27,7 +27,7 @@ pub(super) fn parse(text: &str) -> Result<u64, String> {
 }
 
 /// Formats a size with the largest binary unit that is not larger than the size.
-pub(super) fn show(bytes: u64) -> String {
+pub(crate) fn show(bytes: u64) -> String {
     let unit = UNITS[..5].iter().rev().find(|(_, factor)| bytes >= *factor);
     match unit {
         Some((unit, factor)) if bytes.is_multiple_of(*factor) => format!("{}{unit}", bytes / factor),

@@ -12,7 +12,7 @@ use super::{Block, Directive, Page, pages};
 /// The page with the help of all programs.
 const FLAGS: &str = "docs/reference/flags.md";
 /// Programs of other projects, and the flags with which the pages mention them.
-const OTHERS: [(&str, &str); 9] = [
+const OTHERS: [(&str, &str); 11] = [
     (
         "kubectl",
         "--all-containers --as --containers --context --dry-run --field-selector --for --from-file --grace-period --ignore-not-found --kubeconfig --overwrite --previous --raw --sort-by --timeout --wait",
@@ -31,6 +31,8 @@ const OTHERS: [(&str, &str); 9] = [
     ("dpkg-query", "--show"),
     ("sha256sum", "--check"),
     ("cargo test", "--nocapture --test-threads"),
+    ("cargo fuzz", "--sanitizer"),
+    ("git", "--depth"),
 ];
 
 /// Pages about what was, not what is.

@@ -13,6 +13,8 @@ use crate::model::Event;
 
 /// The server sends a comment every 15 s when idle; a stream without traffic for this long is dead.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(45);
+/// Maximum length of an event in bytes. The server's events are shorter than 1 KiB.
+const MAX_EVENT: usize = 64 << 10;
 
 struct Reader {
     body: BoxStream<'static, reqwest::Result<Vec<u8>>>,
@@ -53,6 +55,9 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
                 for data in take_events(&mut reader.buffer) {
                     reader.ready.push_back(decode(&data));
                 }
+                if reader.buffer.len() > MAX_EVENT {
+                    return Some((Err(too_long(&reader.buffer)), None));
+                }
             }
             Ok(Some(Err(error))) => {
                 return Some((
@@ -73,7 +78,7 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
 }
 
 /// Removes the complete events from the front of the buffer and returns the data of each.
-fn take_events(buffer: &mut Vec<u8>) -> Vec<String> {
+pub(crate) fn take_events(buffer: &mut Vec<u8>) -> Vec<String> {
     let mut events = Vec::new();
     while let Some(end) = buffer.windows(2).position(|pair| pair == b"\n\n") {
         let block: Vec<u8> = buffer.drain(..end + 2).collect();
@@ -91,13 +96,23 @@ fn take_events(buffer: &mut Vec<u8>) -> Vec<String> {
 }
 
 fn decode(data: &str) -> Result<Event> {
-    serde_json::from_str(data).map_err(|e| ClientError::Malformed {
+    serde_json::from_str(data).map_err(|e| malformed(e.to_string(), data))
+}
+
+/// The error of an event that does not end.
+fn too_long(unfinished: &[u8]) -> ClientError {
+    let start = String::from_utf8_lossy(&unfinished[..EXCERPT]);
+    malformed(format!("it does not end within {MAX_EVENT} bytes"), &start)
+}
+
+fn malformed(reason: String, data: &str) -> ClientError {
+    ClientError::Malformed {
         call: "GET /v1/events".into(),
         status: 200,
         expected: "Event",
-        reason: e.to_string(),
+        reason,
         excerpt: data.chars().take(EXCERPT).collect(),
-    })
+    }
 }
 
 #[cfg(test)]
@@ -111,5 +126,21 @@ mod tests {
         buffer.extend_from_slice(b":2}\n\n");
         assert_eq!(take_events(&mut buffer), ["{\"b\":2}"]);
         assert!(buffer.is_empty());
+    }
+
+    #[tokio::test]
+    async fn an_event_without_an_end_ends_the_stream() {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let endless = stream::repeat_with(|| Ok(vec![b'x'; 1 << 10]));
+        let client =
+            Client { http: reqwest::Client::new(), base: "https://x".to_owned(), timeout: IDLE_TIMEOUT };
+        let reader = Reader { body: endless.boxed(), buffer: Vec::new(), ready: VecDeque::new(), client };
+        let (outcome, rest) = next(reader).await.unwrap();
+        let error = outcome.unwrap_err();
+        assert!(
+            matches!(&error, ClientError::Malformed { reason, .. } if reason.contains("65536")),
+            "{error}"
+        );
+        assert!(rest.is_none());
     }
 }

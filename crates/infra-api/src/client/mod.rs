@@ -4,7 +4,7 @@ mod args;
 mod calls;
 mod connection;
 mod error;
-mod events;
+pub(crate) mod events;
 mod long_running;
 mod operations;
 mod tls;

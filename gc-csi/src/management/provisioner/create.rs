@@ -395,7 +395,7 @@ fn check_zones(zones: &[String]) -> Result<(), CreateError> {
 }
 
 /// The zones that mgmt-csi wrote to the claim before it was bound.
-fn accessible_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
+pub(in crate::management) fn accessible_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
     let written =
         claim.metadata.annotations.as_ref().and_then(|all| all.get(names::ANNOTATION_ACCESSIBLE_ZONES));
     let zones = written.map(String::as_str).unwrap_or_default().split(',').map(str::trim);

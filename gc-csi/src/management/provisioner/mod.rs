@@ -20,6 +20,8 @@ use super::virtual_machines::VirtualMachines;
 use crate::compatibility::PvRequirements;
 
 pub(crate) use create::CreateError;
+#[cfg(any(test, fuzzing))]
+pub(super) use create::accessible_zones;
 pub(crate) use delete::{Abandoned, DeleteError};
 
 /// Creates and deletes claims.

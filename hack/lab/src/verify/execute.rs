@@ -1,5 +1,7 @@
 //! Execution of a step.
 
+use std::fs;
+use std::path::Path;
 use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -7,6 +9,7 @@ use tokio::process::Command;
 
 use super::report::Outcome;
 use super::steps::{Step, Work};
+use crate::advisories;
 use crate::cache::cargo::{tool, tool_with};
 use crate::lab::Lab;
 use crate::process::run;
@@ -96,14 +99,28 @@ async fn book(ui: &Ui) -> Result<Outcome> {
     Ok(Outcome::of(true))
 }
 
-/// Checks the dependencies. Advisories are left out: their database is online.
+/// Checks the dependencies, also for the advisories in this repository.
 async fn deny(ui: &Ui) -> Result<Outcome> {
     let folder = tool(ui, "cargo-deny", "0.20.2").await?;
     // cargo-deny reads the sources of all platforms' crates; a build fetches only this platform's.
     run(cargo().args(["fetch", "--locked"])).await?;
+    let scratch = tempfile::tempdir()?;
+    let date = advisories::database(scratch.path()).await?;
+    let config = scratch.path().join("deny.toml");
+    fs::write(&config, deny_config(scratch.path())?)?;
     let mut deny = Command::new(folder.join("bin/cargo-deny"));
-    deny.args(["--offline", "check", "bans", "licenses", "sources"]).current_dir(repository());
-    captured(&mut deny).await
+    deny.args(["--offline", "--config"]).arg(config).arg("check").current_dir(repository());
+    captured(&mut deny).await?;
+    advisories::check_age(date)?;
+    Ok(Outcome { passed: true, details: Some(format!("advisories of {date}")) })
+}
+
+/// deny.toml with the advisories in this folder.
+fn deny_config(advisories: &Path) -> Result<String> {
+    let config = fs::read_to_string(repository().join("deny.toml"))?;
+    let table = "[advisories]\n";
+    ensure!(config.contains(table), "deny.toml has no {}", table.trim());
+    Ok(config.replace(table, &format!("{table}db-path = {:?}\n", advisories.display().to_string())))
 }
 
 async fn sanity_outcome(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Outcome> {

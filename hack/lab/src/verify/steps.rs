@@ -15,6 +15,9 @@ const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--e
 /// Transitions of the model tests for each fault budget in the step `model`: more than most of them have.
 const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 
+/// Inputs per fuzz target in the step `fuzz`: more than in `unit`.
+const FUZZ_INPUTS: (&str, &str) = ("NESTOR_FUZZ_RUNS", "5000");
+
 /// The step that upgrades the lab whose Nestor runs in pods, which starts with an earlier version for it.
 pub(super) const UPGRADE: &str = "upgrade";
 
@@ -160,10 +163,11 @@ fn without_lab() -> Vec<Step> {
     let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
     let model =
         Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach"]].concat(), env: vec![MODEL_TRANSITIONS] };
+    let fuzz = Work::Cargo { args: [&UNIT_TESTS[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
         step("fmt", Set::Quick, "formatting", Work::Fmt),
         step("machete", Set::All, "unused dependencies (cargo-machete)", Work::Machete),
-        step("deny", Set::All, "licences and sources of dependencies (cargo-deny)", Work::Deny),
+        step("deny", Set::All, "licences, sources and advisories of dependencies (cargo-deny)", Work::Deny),
         step("spelling", Set::All, "spelling (typos)", Work::Spelling),
         step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
         step("clippy", Set::Quick, "lints", cargo(&clippy)),
@@ -182,6 +186,7 @@ fn without_lab() -> Vec<Step> {
             "unit tests of the test helpers",
             cargo(&["test", "-p", "tests", "--lib"]),
         ),
+        step("fuzz", Set::Normal, "fuzz targets with a fixed number of inputs, more than in `unit`", fuzz),
         step("model", Set::All, "the model of the attach protocol, with more states than in `unit`", model),
     ]
 }

@@ -5,6 +5,8 @@
 //! libvirt is never taken as information about the domain.
 
 mod connections;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod listing;
 mod paused;
 mod session;

@@ -137,9 +137,9 @@ impl LiveDomain {
             .find(|name| self.disks.iter().all(|disk| disk.target != *name))
             .unwrap_or_default();
         let DiskSource::File(path) = &disk.source;
-        let path = path
-            .to_str()
-            .ok_or_else(|| AttachError::Unsupported(format!("the path {} is not UTF-8", path.display())))?;
+        let path = path.to_str().filter(|path| path.chars().all(is_attribute_text)).ok_or_else(|| {
+            AttachError::Unsupported(format!("the path {path:?} is not UTF-8 or has control characters"))
+        })?;
         let read_only = if disk.read_only { "<readonly/>" } else { "" };
         // Without <shareable/> QEMU's image lock excludes every other virtual machine.
         let shared = if disk.shared { "<shareable/>" } else { "" };
@@ -198,6 +198,11 @@ fn device_name(mut index: u32) -> String {
     }
     letters.reverse();
     format!("sd{}", String::from_utf8_lossy(&letters))
+}
+
+/// Whether XML attributes keep a character. Control characters are not allowed, or become spaces.
+fn is_attribute_text(one: char) -> bool {
+    !one.is_control() && !matches!(one, '\u{fffe}' | '\u{ffff}')
 }
 
 fn escape(text: &str) -> String {

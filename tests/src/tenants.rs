@@ -2,14 +2,16 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use infra_api::{Volume, VolumeId};
 use kube::Client;
 use lab::cluster::{prepare_guest_account, prepare_guest_namespace, remove_guest_account};
 use lab::state::Guest;
 use lab::{LoopNode, infra, virtual_machines};
+use serde_json::{Value, json};
 use uuid::Uuid;
 
+use crate::chart::{self, Chart};
 use crate::driver::{Driver, new_volume};
 use crate::objects::gone;
 use crate::own_namespace::OwnNamespace;
@@ -21,6 +23,8 @@ use crate::{MIB, PATIENCE, Scenario, eventually, unique};
 pub struct Tenant {
     /// Name of the guest and of its Cluster object.
     pub name: String,
+    /// Name of its ServiceAccount in the management cluster.
+    pub account: String,
     /// Its cluster ID.
     pub cluster_id: String,
     /// The kubeconfig of its account in the management cluster.
@@ -42,9 +46,21 @@ impl Scenario {
     /// Creates a guest in the namespace, with the rights of any guest.
     pub async fn tenant(&self, namespace: &OwnNamespace) -> Result<Tenant> {
         let guest = self.account(&namespace.name, &Uuid::new_v4().to_string()).await?;
+        self.tenant_of(guest, namespace).await
+    }
+
+    /// Creates a guest in the namespace, with the rights of any guest, but without admission policies.
+    pub async fn tenant_without_policies(&self, namespace: &OwnNamespace) -> Result<Tenant> {
+        let guest = self.new_guest(&namespace.name, &Uuid::new_v4().to_string())?;
+        prepare_guest_account(management_cluster(self)?, &guest).await?;
+        self.tenant_of(guest, namespace).await
+    }
+
+    async fn tenant_of(&self, guest: Guest, namespace: &OwnNamespace) -> Result<Tenant> {
         Ok(Tenant {
             kubeconfig: management_cluster(self)?.kubeconfig_of(&guest.account()),
             client: self.lab.management_as(&guest).await?,
+            account: guest.account(),
             name: guest.cluster.name,
             cluster_id: guest.cluster_id,
             namespace: namespace.clone(),
@@ -145,6 +161,33 @@ impl Tenant {
         let cluster = format!("--cluster-object={}", self.name);
         self.start(s, &["--on-guest-deletion=Delete", &cluster]).await
     }
+
+    /// Applies its admission policies as the chart has them with more fields in its entry of `guests`.
+    pub async fn apply_policies(&self, s: &Scenario, more: &Value) -> Result<()> {
+        let mut guest = json!({
+            "name": self.account, "namespace": self.namespace.name, "cluster": self.name,
+            "clusterId": self.cluster_id,
+        });
+        json_patch::merge(&mut guest, more);
+        let objects = admission_policies(&json!({"guests": [guest]})).await?;
+        ensure!(objects.len() == 8, "{objects:?}");
+        for object in &objects {
+            chart::apply(&s.management, object, false).await?;
+        }
+        Ok(())
+    }
+}
+
+/// The admission policies and bindings of the management chart with these values.
+pub async fn admission_policies(values: &Value) -> Result<Vec<Value>> {
+    let file = tempfile::NamedTempFile::new()?;
+    std::fs::write(file.path(), serde_json::to_vec(values)?)?;
+    let chart = Chart::management().await?;
+    let objects = chart.render("nestor-system", &[&chart.example("smallest"), file.path()], &[]).await?;
+    let is_policy = |object: &Value| {
+        object["kind"].as_str().is_some_and(|kind| kind.starts_with("ValidatingAdmissionPolicy"))
+    };
+    Ok(objects.into_iter().filter(is_policy).collect())
 }
 
 /// Creates a volume of the default class with a CSI call; returns its handle.

@@ -10,9 +10,8 @@ use kube::api::{
 };
 use kube::{Client, ResourceExt};
 use serde_json::{Value, json};
-use tests::chart::{self, Chart};
 use tests::own_namespace::OwnNamespace;
-use tests::tenants::Tenant;
+use tests::tenants::{Tenant, admission_policies};
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 
 /// Kinds that a guest can write.
@@ -373,7 +372,7 @@ async fn a_claim_uses_only_classes_of_nestor_and_only_those_of_the_guests_list()
         let foreign = foreign_class(&s).await?;
         account.is_refused_by("classes", Kind::Claim, of_class(&foreign), "other.example").await?;
 
-        apply_policies(&s, &account, json!({"classes": ["nestor", "gold"]})).await?;
+        account.guest.apply_policies(&s, &json!({"classes": ["nestor", "gold"]})).await?;
         let text = "may not use StorageClass \"nestor-retain\"";
         account.is_refused(Kind::Claim, of_class("nestor-retain"), text).await?;
         account.is_permitted(Kind::Claim, of_class("nestor")).await?;
@@ -404,46 +403,24 @@ async fn foreign_class(s: &Scenario) -> Result<String> {
     Ok(name)
 }
 
-/// Applies the chart's policies for the account with more fields in its entry of `guests`.
-async fn apply_policies(s: &Scenario, account: &Account, more: Value) -> Result<()> {
-    let guest = json!({
-        "name": format!("gc-csi-{}", account.guest.name), "namespace": account.namespace.name,
-        "cluster": account.guest.name, "clusterId": account.guest.cluster_id,
-    });
-    let objects = policies(&json!({"guests": [with(guest, &more)]})).await?;
-    ensure!(objects.len() == 8, "{objects:?}");
-    for object in &objects {
-        chart::apply(&s.management, object, false).await?;
-    }
-    Ok(())
-}
-
-/// The policies and bindings of the management chart with these values.
-async fn policies(values: &Value) -> Result<Vec<Value>> {
-    let file = tempfile::NamedTempFile::new()?;
-    std::fs::write(file.path(), serde_json::to_vec(values)?)?;
-    let chart = Chart::management().await?;
-    let objects = chart.render("nestor-system", &[&chart.example("smallest"), file.path()], &[]).await?;
-    let is_policy = |object: &Value| {
-        object["kind"].as_str().is_some_and(|kind| kind.starts_with("ValidatingAdmissionPolicy"))
-    };
-    Ok(objects.into_iter().filter(is_policy).collect())
-}
-
 #[tokio::test]
 async fn the_chart_has_policies_for_each_guest_unless_they_are_disabled() -> Result<()> {
     let guest = |name: &str| json!({"name": name, "namespace": "tenants", "clusterId": format!("{name}.ID")});
     let guests = json!([guest("one"), guest("two")]);
-    let all = policies(&json!({"guests": guests})).await?;
+    let all = admission_policies(&json!({"guests": guests})).await?;
     assert_eq!(all.len(), 16);
     let text = json!(all).to_string();
     for expected in ["system:serviceaccount:tenants:one", "system:serviceaccount:tenants:two", "'two.ID'"] {
         ensure!(text.contains(expected), "{text}");
     }
     ensure!(!text.contains("${"), "{text}");
-    assert_eq!(policies(&json!({"guests": guests, "admission": {"enabled": false}})).await?.len(), 0);
+    assert_eq!(
+        admission_policies(&json!({"guests": guests, "admission": {"enabled": false}})).await?.len(),
+        0
+    );
     let without_id = json!({"guests": [{"name": "one", "namespace": "tenants"}]});
-    let error = policies(&without_id).await.err().context("a guest without clusterId was accepted")?;
+    let error =
+        admission_policies(&without_id).await.err().context("a guest without clusterId was accepted")?;
     ensure!(format!("{error:#}").contains("clusterId"), "{error:#}");
     Ok(())
 }

@@ -64,6 +64,7 @@ mod space;
 mod stale_leader;
 mod static_provisioning;
 mod supervision;
+mod tenancy;
 mod topology;
 mod upgrade;
 mod vm_operator;

@@ -1,0 +1,128 @@
+//! Attempts from inside a VM, as root.
+
+use anyhow::{Context, Result};
+use futures::future::BoxFuture;
+use tests::pods::{PodScenario, Script};
+
+use super::attempt::Outcome::Refused;
+use super::attempt::{Attempt, By, Outcome, Seen, everywhere};
+
+/// An attempt from inside the first VM.
+pub(super) type VmAct = for<'a> fn(&'a PodScenario) -> BoxFuture<'a, Result<Seen>>;
+
+/// The host, as VMs of the lab reach it.
+const HOST: &str = lab::cluster::SERVER_ADDRESS_FROM_VM;
+
+const NETWORK: Outcome = Refused(By::Network);
+const TLS: Outcome = Refused(By::Tls);
+
+fn attempt(name: &'static str, act: VmAct, expected: Outcome) -> Attempt<VmAct> {
+    Attempt { name, act, expected: everywhere(expected) }
+}
+
+pub(super) fn attempts() -> Vec<Attempt<VmAct>> {
+    vec![
+        attempt("call the storage infra without a client certificate", |pods| Box::pin(infra(pods)), TLS),
+        attempt("read etcd of the management cluster", |pods| Box::pin(etcd(pods)), NETWORK),
+        attempt("call the management API without a credential", |pods| Box::pin(management_api(pods)), TLS),
+        attempt("call the kubelet of another VM", |pods| Box::pin(kubelet(pods)), TLS),
+        attempt(
+            "call libvirt over TCP",
+            |pods| Box::pin(connect(pods, By::Network, &[(HOST, 16509), (HOST, 16514)])),
+            NETWORK,
+        ),
+        attempt(
+            "read the metadata service of a cloud",
+            |pods| Box::pin(connect(pods, By::Network, &[("169.254.169.254", 80)])),
+            NETWORK,
+        ),
+        attempt("find the disk of another VM", |pods| Box::pin(find_the_disk(pods)), Refused(By::Hypervisor)),
+    ]
+}
+
+/// The port at the end of a URL.
+fn port(url: &str) -> Result<u16> {
+    let port = url.trim_end_matches('/').rsplit(':').next().context("no port")?;
+    port.parse().with_context(|| format!("no port in {url}"))
+}
+
+/// Runs a script in the first VM that prints `refused`, or what it got.
+async fn run(pods: &PodScenario, by: By, script: &str) -> Result<Seen> {
+    let output = pods.run(Script::new("attempt", &pods.first_node, script)).await?;
+    let is_refused = output.lines().last() == Some("refused");
+    if !is_refused {
+        println!("{output}");
+    }
+    Ok(if is_refused { Seen::Refused(by, output) } else { Seen::Permitted })
+}
+
+/// Sends an HTTP request to the host without TLS. Only a success counts as an answer.
+async fn call(pods: &PodScenario, by: By, port: u16, path: &str) -> Result<Seen> {
+    let script = format!(
+        "answer=$(printf 'GET {path} HTTP/1.0\\r\\n\\r\\n' | timeout 20 nc -w 10 {HOST} {port} 2>&1 \
+         | head -c 400 | tr -cd '[:print:]')
+         case \"$answer\" in HTTP/1.?' 2'[0-9][0-9]*) echo \"$answer\" ;; *) echo refused ;; esac"
+    );
+    run(pods, by, &script).await
+}
+
+/// Connects to ports. nc ends with 1 if it cannot connect; otherwise it is ended after a moment.
+async fn connect(pods: &PodScenario, by: By, targets: &[(&str, u16)]) -> Result<Seen> {
+    let tries = targets.iter().map(|(host, port)| {
+        format!(
+            "code=0; timeout 20 nc -w 10 {host} {port} </dev/null || code=$?
+             if [ $code != 1 ]; then echo {host}:{port} is open; exit; fi\n"
+        )
+    });
+    let script: String = tries.collect();
+    run(pods, by, &format!("{script}echo refused")).await
+}
+
+async fn infra(pods: &PodScenario) -> Result<Seen> {
+    let infra = pods.scenario().lab.state().infra.as_ref().context("the lab has no storage infra")?;
+    call(pods, By::Tls, port(&infra.url)?, "/v1/volumes").await
+}
+
+async fn management_api(pods: &PodScenario) -> Result<Seen> {
+    let cluster = pods.scenario().lab.state().management.as_ref().context("no management cluster")?;
+    call(pods, By::Tls, port(&cluster.server)?, "/api").await
+}
+
+async fn kubelet(pods: &PodScenario) -> Result<Seen> {
+    let vm = pods.scenario().lab.state().vms.get(&pods.second_node).context("no such VM")?;
+    call(pods, By::Tls, vm.kubelet_port, "/pods").await
+}
+
+async fn etcd(pods: &PodScenario) -> Result<Seen> {
+    let state = pods.scenario().lab.state();
+    let cluster = &state.management.as_ref().context("no management cluster")?.name;
+    let etcd = state.components.get(&format!("{cluster}-etcd")).context("no etcd")?;
+    let flag = etcd.argv.iter().find_map(|argument| argument.strip_prefix("--listen-client-urls="));
+    call(pods, By::Network, port(flag.context("etcd has no client URL")?)?, "/version").await
+}
+
+/// Looks for a disk that is attached to the second VM.
+async fn find_the_disk(pods: &PodScenario) -> Result<Seen> {
+    let s = pods.scenario();
+    let volume = s.volume().await?;
+    let disk = s.driver.publish(&volume, &pods.second_node).await?;
+    let [link, ..] = crds::names::disk_by_id(&disk);
+    let serial = disk.replace('-', "");
+    let look = format!(
+        "ls /dev/disk/by-id | grep -e '{link}' -e '{disk}' -e '{serial}' && exit
+         cat /sys/block/*/device/wwid /sys/block/*/serial 2>/dev/null | grep -e '{disk}' -e '{serial}' && exit
+         echo refused"
+    );
+    let output = pods.run(Script::on_vm("attempt", &pods.first_node, &look)).await;
+    s.driver.unpublish(&volume, &pods.second_node).await?;
+    let output = output?;
+    let is_refused = output.lines().last() == Some("refused");
+    Ok(if is_refused { Seen::Refused(By::Hypervisor, output) } else { Seen::Permitted })
+}
+
+#[test]
+fn the_port_of_a_url_is_found() {
+    assert_eq!(port("https://127.0.0.1:8443").unwrap(), 8443);
+    assert_eq!(port("http://127.0.0.1:2379/").unwrap(), 2379);
+    assert!(port("https://example.com").is_err());
+}

@@ -42,7 +42,10 @@ pub fn attachments(data: &[u8]) {
     let desired = target(&attachment.spec, &claim_key(attachment), claim, volume, Ok(permission), attached);
     match &desired {
         Ok(spec) => assert!(spec.read_only || permission == Permission::ReadWrite),
-        Err(failure) => assert_eq!(one_line(&failure.message), failure.message),
+        Err(failure) => {
+            let text = failure.for_guest();
+            assert_eq!(one_line(&text), text);
+        }
     }
     check_ids(attachment);
     let inputs = Inputs {

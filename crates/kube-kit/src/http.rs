@@ -20,6 +20,7 @@ use crate::health::Health;
 
 /// Flags of the HTTP endpoint.
 #[derive(Debug, Clone, clap::Args)]
+#[group(id = "HttpEndpointArgs")]
 pub struct HttpArgs {
     #[command(flatten)]
     listen: process_kit::flags::HttpArgs,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use csi::locks::VolumeLocks;
-use csi::{Message, Status, proto};
+use csi::{Message, Status};
 use futures::FutureExt;
 use tonic::Code;
 
@@ -78,7 +78,7 @@ fn clusters() -> InMemory {
         creations: Outcomes::of([Ok(bound)]),
         deletions: Outcomes::of([Ok(())]),
         expansions: Outcomes::of([Ok(1 << 30)]),
-        attaches: Outcomes::of([Ok(Attached { disk, volume: text("pv-1") })]),
+        attaches: Outcomes::of([Ok(Attached { disk, volume: text("pv-1"), shared: false })]),
         detaches: Outcomes::of([Ok(())]),
         snapshot_creations: Outcomes::of([Ok(Arc::new(snapshot()))]),
         snapshot_deletions: Outcomes::of([Ok(())]),

@@ -166,10 +166,15 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_names_only_flags_of_the_server_and_sets_none_that_has_no_default() {
+    fn the_configuration_sets_only_what_has_no_default_or_a_safer_value_for_a_new_installation() {
         let text = String::from_utf8(source("storage-infra.env").unwrap()).unwrap();
         let set: Vec<&str> = text.lines().filter(|line| line.starts_with("NESTOR_")).collect();
-        assert_eq!(set, ["NESTOR_DATA_DIR=/var/lib/nestor", "NESTOR_BACKUP_DIR=/var/backups/nestor"]);
+        let expected = [
+            "NESTOR_DATA_DIR=/var/lib/nestor",
+            "NESTOR_CLIENTS_WITHOUT_ROLE=refuse",
+            "NESTOR_BACKUP_DIR=/var/backups/nestor",
+        ];
+        assert_eq!(set, expected);
         let unit = String::from_utf8(source("nestor-storage-infra.service").unwrap()).unwrap();
         assert!(
             unit.contains(&format!("EnvironmentFile=/{CONFIGURATION}\n")) && unit.contains("Type=notify\n")

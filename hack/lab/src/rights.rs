@@ -6,11 +6,12 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 /// Files with roles, which the charts and the lab apply.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     include_str!("../../../charts/nestor-management/files/management.yaml"),
     include_str!("../../../charts/nestor-management/files/guest.yaml"),
     include_str!("../../../charts/nestor-guest/files/guest.yaml"),
     include_str!("../../../charts/nestor-guest/files/capacity-owner.yaml"),
+    include_str!("../../../charts/nestor-guest/files/management-credential.yaml"),
     include_str!("../../../charts/shared/sidecars.yaml"),
     include_str!("../../../charts/shared/metrics-auth.yaml"),
 ];
@@ -76,7 +77,7 @@ pub fn granted() -> Result<Vec<Right>> {
 }
 
 fn of_rule(role: &str, rule: &Rule) -> Vec<Right> {
-    let names = rule.resource_names.join(", ").replace("${CLUSTER}", "CLUSTER");
+    let names = rule.resource_names.join(", ").replace("${", "").replace('}', "");
     let groups = rule.api_groups.iter().map(|group| if group.is_empty() { "core" } else { group.as_str() });
     let resources = groups.flat_map(|group| rule.resources.iter().map(move |resource| (group, resource)));
     let targets = resources.chain(rule.urls.iter().map(|url| ("", url)));

@@ -89,7 +89,7 @@ async fn unsupported_requests_are_refused(http: &reqwest::Client, base: &str, ap
     assert_eq!(unknown.status(), StatusCode::NOT_FOUND);
     response::problem(unknown).await.unwrap();
     for Operation { path, .. } in operations(api) {
-        let url = format!("{base}{}", path.replace('{', "").replace('}', ""));
+        let url = format!("{base}{}", path.replace(['{', '}'], ""));
         let refused = http.patch(&url).body("{}").send().await.unwrap();
         assert_eq!(refused.status(), StatusCode::METHOD_NOT_ALLOWED, "{url}");
         response::problem(refused).await.unwrap_or_else(|why| panic!("PATCH {url}: {why}"));

@@ -27,7 +27,7 @@ const GUEST: [(&str, &[&str]); 2] = [
 
 /// Rights that only a fault, an option or `kubectl nestor` uses: role, resource and verb, and the module that causes the use or
 /// why there is none.
-const NOT_ALWAYS: [(&str, &str, &str, &str); 35] = [
+const NOT_ALWAYS: [(&str, &str, &str, &str); 38] = [
     (
         "ClusterRole nestor:mgmt-csi",
         "persistentvolumes",
@@ -44,6 +44,8 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 35] = [
         "crash: the disk of an earlier VolumeAttachment",
     ),
     ("ClusterRole nestor:mgmt-csi", "volumeattachments", "delete", "repair"),
+    ("ClusterRole nestor:mgmt-csi", "serviceaccounts", "list", "credentials: --guest-accounts"),
+    ("ClusterRole nestor:mgmt-csi", "storagebudgets/status", "patch", "budget"),
     ("ClusterRole nestor:mgmt-csi", "events", "create", "attach"),
     ("ClusterRole nestor:mgmt-csi", "events", "patch", "attach: an event that repeats"),
     ("Role nestor:capacity-writer", "csistoragecapacities", "patch", "topology"),
@@ -64,6 +66,7 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 35] = [
     ("Role ACCOUNT", "virtualmachines", "get", "attach: before a refusal"),
     ("Role ACCOUNT", "volumeattachments", "get", "plugin"),
     ("Role ACCOUNT", "volumeattachments", "list", "plugin"),
+    ("Role ACCOUNT", "secrets", "get", "credentials"),
     ("Role ACCOUNT", "events", "create", "repair: orphans"),
     ("Role ACCOUNT", "events", "patch", "repair: orphans"),
     ("ClusterRole nestor:class-reader", "storageclasses", "get", "plugin"),

@@ -9,7 +9,8 @@ use process_kit::duration;
 use crate::guest::GuestCommand;
 use crate::subject::Subject;
 
-/// Follows Nestor's volumes through the guest and the management cluster, shares them, and checks an installation.
+/// Follows Nestor's volumes through the guest and the management cluster, shares them, manages guests, and checks an
+/// installation.
 #[derive(Debug, Parser)]
 #[command(
     name = "kubectl-nestor",
@@ -91,7 +92,7 @@ pub enum Command {
     Unshare(UnshareArgs),
     /// Checks the installation in each connected cluster.
     Check(CheckArgs),
-    /// Manages the accounts of guests in the management cluster.
+    /// Manages guests in the management cluster.
     Guest {
         /// What to do.
         #[command(subcommand)]
@@ -207,7 +208,7 @@ pub struct BundleArgs {
 impl Command {
     /// Whether its object is in the management cluster.
     fn is_of_management(&self) -> bool {
-        matches!(self, Self::Share(_) | Self::Unshare(_))
+        matches!(self, Self::Share(_) | Self::Unshare(_) | Self::Guest { .. })
     }
 }
 
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_namespace_of_a_shared_claim_is_one_of_the_management_cluster() {
+    fn the_namespace_of_a_share_or_guest_is_one_of_the_management_cluster() {
         let namespaces = |words: &str| {
             let cli = Cli::try_parse_from(words.split(' ')).unwrap();
             let connection = cli.connection();
@@ -266,6 +267,8 @@ mod tests {
         let (guest, management) =
             namespaces("kubectl-nestor unshare data --with g2 --management-namespace m -n guest-1");
         assert_eq!((guest, management.as_deref()), (None, Some("m")));
+        let (guest, management) = namespaces("kubectl-nestor guest remove shop -n guest-1");
+        assert_eq!((guest, management.as_deref()), (None, Some("guest-1")));
         let (guest, management) = namespaces("kubectl-nestor trace pvc/data -n shop");
         assert_eq!((guest.as_deref(), management), (Some("shop"), None));
     }

@@ -42,6 +42,8 @@ pub struct Cluster {
     pub tier: Tier,
     /// Its client.
     pub client: Client,
+    /// Address of its API server.
+    pub server: String,
     /// Namespace of the claims: the flag's, or that of the context.
     pub namespace: String,
     /// Credentials in the kubeconfig.
@@ -98,8 +100,9 @@ impl Cluster {
         let fail = |reason| Error::Kubeconfig { cluster: tier.name(), reason };
         let (config, namespace) = configure(access).await.map_err(|error| fail(chain(&error)))?;
         let credentials = config.auth_info.clone();
+        let server = config.cluster_url.to_string().trim_end_matches('/').to_owned();
         let client = Client::try_from(config).map_err(|error| fail(chain(&error)))?;
-        Ok(Self { tier, client, namespace, credentials })
+        Ok(Self { tier, client, server, namespace, credentials })
     }
 
     /// Objects of its namespace.

@@ -1,5 +1,5 @@
 //! kubectl plugin: follows one volume through both clusters, lists and checks what belongs to Nestor, and collects support
-//! bundles. It only reads, except to share a volume with another guest and to rotate the credential of one.
+//! bundles. It only reads, except to share a volume with another guest, and to manage guests.
 
 pub mod bundle;
 pub mod check;

@@ -13,7 +13,8 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
     if let Command::Completion { shell } = cli.command {
         return completion(shell).map(|()| true);
     }
-    let clusters = Clusters::connect(Config::load(&cli.connection())?).await?;
+    let connection = cli.connection();
+    let clusters = Clusters::connect(Config::load(&connection)?).await?;
     match &cli.command {
         Command::Trace(args) => trace::run(&clusters, args).await,
         Command::Volumes(args) => lists::volumes::run(&clusters, args.output).await,
@@ -25,7 +26,7 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
         Command::Share(args) => share::share(&clusters, args).await,
         Command::Unshare(args) => share::unshare(&clusters, args).await,
         Command::Check(args) => check::run(&clusters, args.output).await,
-        Command::Guest { command } => guest::run(&clusters, command).await,
+        Command::Guest { command } => guest::run(&clusters, &connection, command).await,
         Command::Bundle(args) => bundle::run(&clusters, args).await,
         Command::Completion { .. } => Ok(true),
     }

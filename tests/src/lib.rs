@@ -31,6 +31,7 @@ pub mod local_pod;
 pub mod machine;
 pub mod management;
 mod objects;
+pub mod onboarding;
 pub mod own_namespace;
 pub mod own_pool;
 mod paused_process;

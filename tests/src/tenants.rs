@@ -82,7 +82,7 @@ impl Scenario {
         self.lab.management_as(&guest).await
     }
 
-    fn new_guest(&self, namespace: &str, cluster_id: &str) -> Result<Guest> {
+    pub(crate) fn new_guest(&self, namespace: &str, cluster_id: &str) -> Result<Guest> {
         let like = self.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
         let (namespace, cluster_id) = (namespace.to_owned(), cluster_id.to_owned());
         let mut guest = Guest { namespace, cluster_id, ..like.clone() };

@@ -23,7 +23,7 @@ const RUN: [&str; 12] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 13] = [
+const NOT_RUN: [(&str, &str); 14] = [
     ("README.md", "starts labs of its own"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
@@ -34,6 +34,7 @@ const NOT_RUN: [(&str, &str); 13] = [
     ),
     ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
+    ("docs/guides/onboarding.md", "needs the charts in pods; the module onboarding adds and removes guests"),
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),
     ("docs/guides/runbooks/alerts.md", "presupposes a fault and pods; the module alerts causes the faults"),
     ("docs/guides/sharing.md", "presupposes two guests with a namespace each; the module sharing has them"),

@@ -43,6 +43,7 @@ mod metrics;
 mod modify;
 mod node;
 mod node_loss;
+mod onboarding;
 mod otel;
 mod ownership;
 mod package;

@@ -12,13 +12,15 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{
     BoundObjectReference, TokenRequest, TokenRequestSpec, TokenReview, TokenReviewSpec,
 };
-use k8s_openapi::api::core::v1::{ConfigMap, Secret, ServiceAccount};
+use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Client, ResourceExt};
 use process_kit::duration;
 use serde_json::json;
 use tokio::time::Instant;
 
+use super::MANAGEMENT;
+use super::secret::{self, Place, TOKEN};
 use crate::clusters::{Cluster, Clusters};
 use crate::error::Error;
 use crate::render;
@@ -30,11 +32,6 @@ const CACHED: Duration = Duration::from_secs(12);
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between two questions whether it is refused.
 const REVIEW_INTERVAL: Duration = Duration::from_secs(1);
-/// Names in the management cluster's and the guest's Secret.
-const TOKEN: &str = "token";
-const CA: &str = "ca.crt";
-/// The ConfigMap with the CA certificate of the API server, in every namespace.
-const ROOT_CA: &str = "kube-root-ca.crt";
 /// Type of Secrets with tokens that do not expire, and the annotation that names their account.
 const LASTING: &str = "kubernetes.io/service-account-token";
 const ACCOUNT: &str = "kubernetes.io/service-account.name";
@@ -70,10 +67,11 @@ pub async fn run(clusters: &Clusters, args: &RotateArgs) -> Result<(), Error> {
     // Before the revocation: without the guest there is nowhere to write the new token.
     let guest = if args.print_secret { None } else { Some(clusters.guest_for("guest rotate")?) };
     let account = Account::read(management, &args.name).await?;
-    let ca = account.ca().await?;
+    let ca = secret::ca(management, &management.namespace).await?;
     account.revoke().await?;
     let token = account.issue(args).await?;
-    let secret = guest_secret(args, &token, &ca);
+    let place = Place { name: &args.secret, namespace: &args.secret_namespace };
+    let secret = secret::of_guest(&place, &token, &ca);
     for name in account.secrets_with_lasting_tokens().await? {
         eprintln!(
             "kubectl-nestor: Secret {}/{name} still has a token of {} that does not expire and is not revoked: delete the Secret, \
@@ -102,7 +100,8 @@ impl<'a> Account<'a> {
     async fn read(cluster: &'a Cluster, name: &str) -> Result<Self, Error> {
         let accounts: Api<ServiceAccount> = cluster.namespaced();
         let what = format!("ServiceAccount {}/{name}", cluster.namespace);
-        let found = accounts.get_opt(name).await.map_err(|error| Error::request(TIER, &*what, &error))?;
+        let found =
+            accounts.get_opt(name).await.map_err(|error| Error::request(MANAGEMENT, &*what, &error))?;
         let object = found.ok_or_else(|| {
             let hint = "; --management-namespace is the guest's namespace, and NAME its account".to_owned();
             Error::NoSubject(what, hint)
@@ -123,15 +122,6 @@ impl<'a> Account<'a> {
         move |error| Error::change(verb, what, &error)
     }
 
-    /// CA certificate of the API server.
-    async fn ca(&self) -> Result<String, Error> {
-        let maps: Api<ConfigMap> = self.cluster.namespaced();
-        let what = format!("ConfigMap {}/{ROOT_CA}", self.cluster.namespace);
-        let map = maps.get(ROOT_CA).await.map_err(|error| Error::request(TIER, &*what, &error))?;
-        let ca = map.data.and_then(|mut data| data.remove(CA));
-        ca.ok_or_else(|| Error::NoSubject(what, format!(" with the key {CA}")))
-    }
-
     /// Deletes the Secret, and waits until tokens that are bound to it are refused.
     async fn revoke(&self) -> Result<(), Error> {
         let name = self.secret_name();
@@ -143,7 +133,7 @@ impl<'a> Account<'a> {
         };
         self.secrets().delete(&name, &params).await.map_err(self.failed("delete"))?;
         let deleted = Instant::now();
-        if let Some(token) = value(&secret, TOKEN) {
+        if let Some(token) = secret::value(&secret, TOKEN) {
             self.is_refused(&token, deleted + REFUSAL_TIMEOUT).await?;
         }
         // Another API server of the cluster may have it in its cache, and the thief's token may be another one.
@@ -166,7 +156,7 @@ impl<'a> Account<'a> {
         let what = format!("the Secrets in {}", self.cluster.namespace);
         let params = ListParams::default().fields(&format!("type={LASTING}"));
         let list = self.secrets().list_metadata(&params).await;
-        let list = list.map_err(|error| Error::request(TIER, &*what, &error))?;
+        let list = list.map_err(|error| Error::request(MANAGEMENT, &*what, &error))?;
         let account = self.object.name_any();
         let is_own = |annotations: &BTreeMap<String, String>| annotations.get(ACCOUNT) == Some(&account);
         Ok(list.iter().filter(|secret| is_own(secret.annotations())).map(ResourceExt::name_any).collect())
@@ -225,8 +215,6 @@ impl<'a> Account<'a> {
     }
 }
 
-const TIER: &str = "management";
-
 /// Whether the API server accepts a token.
 async fn is_accepted(client: &Client, token: &str) -> Result<bool, Error> {
     let reviews: Api<TokenReview> = Api::all(client.clone());
@@ -237,26 +225,6 @@ async fn is_accepted(client: &Client, token: &str) -> Result<bool, Error> {
     let reviewed = reviews.create(&PostParams::default(), &review).await;
     let reviewed = reviewed.map_err(|error| Error::change("create", "a TokenReview", &error))?;
     Ok(reviewed.status.and_then(|status| status.authenticated).unwrap_or_default())
-}
-
-/// A value of a Secret.
-fn value(secret: &Secret, key: &str) -> Option<String> {
-    let ByteString(bytes) = secret.data.as_ref()?.get(key)?;
-    String::from_utf8(bytes.clone()).ok()
-}
-
-fn guest_secret(args: &RotateArgs, token: &str, ca: &str) -> Secret {
-    let data = [(TOKEN, token), (CA, ca)];
-    Secret {
-        metadata: ObjectMeta {
-            name: Some(args.secret.clone()),
-            namespace: Some(args.secret_namespace.clone()),
-            ..Default::default()
-        },
-        type_: Some("Opaque".to_owned()),
-        data: Some(data.map(|(key, text)| (key.to_owned(), ByteString(text.as_bytes().to_vec()))).into()),
-        ..Default::default()
-    }
 }
 
 /// Writes the Secret of the guest; other keys in it stay.
@@ -279,26 +247,4 @@ async fn write(guest: &Cluster, args: &RotateArgs, secret: &Secret) -> Result<()
 
 fn yaml(secret: &Secret) -> Result<String, Error> {
     serde_saphyr::to_string(secret).map_err(|error| Error::Encode(error.to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_guests_secret_is_one_that_kubectl_applies() {
-        let args = RotateArgs {
-            name: "gc-csi-one".into(),
-            secret: "management".into(),
-            secret_namespace: "nestor-system".into(),
-            lifetime: Duration::from_secs(3600),
-            audiences: Vec::new(),
-            print_secret: true,
-        };
-        let text = yaml(&guest_secret(&args, "the-token", "the-ca")).unwrap();
-        let object: serde_json::Value = serde_saphyr::from_str(&text).unwrap();
-        assert_eq!((&object["kind"], &object["apiVersion"]), (&json!("Secret"), &json!("v1")));
-        assert_eq!(object["metadata"], json!({"name": "management", "namespace": "nestor-system"}));
-        assert_eq!(object["data"]["token"], json!(ByteString(b"the-token".to_vec())));
-    }
 }

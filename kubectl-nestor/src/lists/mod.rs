@@ -15,20 +15,20 @@ use crate::error::Error;
 use crate::render::{format, print, table::table};
 
 /// A list: its columns, how many of them are shown without `-o wide`, and what is not seen.
-struct List<'a> {
-    head: &'a [&'a str],
-    narrow: usize,
-    unseen: Vec<String>,
+pub(crate) struct List<'a> {
+    pub(crate) head: &'a [&'a str],
+    pub(crate) narrow: usize,
+    pub(crate) unseen: Vec<String>,
 }
 
 /// A row of a list.
-trait Row: Serialize {
+pub(crate) trait Row: Serialize {
     /// The cells, in the order of the head.
     fn cells(&self) -> Vec<String>;
 }
 
 /// Prints a list.
-fn show<R: Row>(output: Format, list: &List<'_>, rows: &[R]) -> Result<(), Error> {
+pub(crate) fn show<R: Row>(output: Format, list: &List<'_>, rows: &[R]) -> Result<(), Error> {
     let text = |is_wide: bool| {
         let width = if is_wide { list.head.len() } else { list.narrow };
         let cells = rows.iter().map(|row| row.cells().into_iter().take(width).collect());
@@ -42,6 +42,15 @@ fn show<R: Row>(output: Format, list: &List<'_>, rows: &[R]) -> Result<(), Error
 }
 
 /// A cell for a value that may be absent.
-fn or_dash(value: Option<impl Into<String>>) -> String {
+pub(crate) fn or_dash(value: Option<impl Into<String>>) -> String {
     value.map_or_else(|| "-".to_owned(), Into::into)
+}
+
+/// What is used, of a limit if there is one.
+pub(crate) fn of_limit<T: ToString>(used: Option<T>, max: Option<T>) -> String {
+    let used = or_dash(used.map(|used| used.to_string()));
+    match max {
+        Some(max) => format!("{used} of {}", max.to_string()),
+        None => used,
+    }
 }

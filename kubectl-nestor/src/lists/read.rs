@@ -5,8 +5,9 @@ use std::fmt::Debug;
 
 use crds::{VirtualMachine, VolumeAttachment, names};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
-use kube::Api;
 use kube::api::ListParams;
+use kube::core::ApiResource;
+use kube::{Api, ResourceExt};
 use serde::de::DeserializeOwned;
 
 use crate::clusters::{Cluster, Clusters};
@@ -72,10 +73,29 @@ pub async fn attachments(cluster: &Cluster) -> Result<Vec<VolumeAttachment>, Err
 
 /// VirtualMachines of the guest's management namespace.
 pub async fn machines(cluster: &Cluster) -> Result<Vec<VirtualMachine>, Error> {
-    let resource = vm_resource(&cluster.client).await.map_err(|reason| Error::Request {
+    let resource = served_vms(cluster).await?;
+    list(cluster, vms(cluster, &resource), "VirtualMachines", None).await
+}
+
+/// VirtualMachines of all namespaces with these labels.
+pub async fn labelled_machines(cluster: &Cluster, labels: &str) -> Result<Vec<VirtualMachine>, Error> {
+    let resource = served_vms(cluster).await?;
+    let api = Api::all_with(cluster.client.clone(), &resource);
+    list(cluster, api, "VirtualMachines", Some(labels)).await
+}
+
+async fn served_vms(cluster: &Cluster) -> Result<ApiResource, Error> {
+    vm_resource(&cluster.client).await.map_err(|reason| Error::Request {
         cluster: cluster.tier.name(),
         what: "VirtualMachines".to_owned(),
         reason,
-    })?;
-    list(cluster, vms(cluster, &resource), "VirtualMachines", None).await
+    })
+}
+
+/// The guest whose data a management volume holds, as mgmt-csi decides it; None if it is no guest's.
+pub fn guest_of(volume: &PersistentVolume) -> Option<&str> {
+    let csi = volume.spec.as_ref()?.csi.as_ref().filter(|csi| csi.driver == names::MANAGEMENT_DRIVER)?;
+    let label = volume.labels().get(names::LABEL_CLUSTER_ID);
+    let attribute = || csi.volume_attributes.as_ref()?.get(names::ATTRIBUTE_CLUSTER_ID);
+    label.or_else(attribute).map(String::as_str).filter(|guest| !guest.is_empty())
 }

@@ -3,14 +3,13 @@
 
 use std::collections::BTreeSet;
 
-use crds::names::{ATTRIBUTE_CLUSTER_ID, LABEL_CLUSTER_ID, MANAGEMENT_DRIVER};
 use crds::{BudgetUsage, StorageBudget};
 use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::{Api, ResourceExt};
 use kube_kit::quantity;
 use serde::Serialize;
 
-use super::{List, Row, or_dash, read, show};
+use super::{List, Row, of_limit, or_dash, read, show};
 use crate::cli::Format;
 use crate::clusters::Clusters;
 use crate::error::Error;
@@ -41,27 +40,16 @@ struct Usage {
 impl Row for Usage {
     fn cells(&self) -> Vec<String> {
         let size = |bytes: u64| quantity::of(bytes).0;
-        let count = |used: Option<i64>, max: Option<i64>| {
-            of_limit(used.map(|one| one.to_string()), max.map(|one| one.to_string()))
-        };
         vec![
             self.guest.clone(),
             self.class.clone().unwrap_or_else(|| "(all)".to_owned()),
             of_limit(self.used_bytes.map(size), self.max_bytes.map(size)),
-            count(self.used_volumes, self.max_volumes),
-            count(self.used_snapshots, self.max_snapshots),
+            of_limit(self.used_volumes, self.max_volumes),
+            of_limit(self.used_snapshots, self.max_snapshots),
             or_dash(self.max_snapshots_per_volume.map(|max| max.to_string())),
             self.budget.clone().unwrap_or_else(|| "(none)".to_owned()),
             or_dash(self.applied.map(|applied| applied.to_string())),
         ]
-    }
-}
-
-/// What is used, of a limit if there is one.
-fn of_limit(used: Option<String>, max: Option<String>) -> String {
-    match (or_dash(used), max) {
-        (used, Some(max)) => format!("{used} of {max}"),
-        (used, None) => used,
     }
 }
 
@@ -83,20 +71,12 @@ pub async fn run(clusters: &Clusters, output: Format) -> Result<bool, Error> {
 /// The rows of all budgets, and one for each guest without a budget.
 fn rows(budgets: &[StorageBudget], volumes: &[PersistentVolume]) -> Vec<Usage> {
     let with_budget: BTreeSet<&str> = budgets.iter().map(|one| one.spec.cluster_id.as_str()).collect();
-    let guests: BTreeSet<&str> = volumes.iter().filter_map(guest).collect();
+    let guests: BTreeSet<&str> = volumes.iter().filter_map(read::guest_of).collect();
     let without = guests.difference(&with_budget);
     let without = without.map(|guest| Usage { guest: (*guest).to_owned(), ..Usage::default() });
     let mut rows: Vec<Usage> = budgets.iter().flat_map(of_budget).chain(without).collect();
     rows.sort_by(|a, b| (&a.guest, &a.budget, &a.class).cmp(&(&b.guest, &b.budget, &b.class)));
     rows
-}
-
-/// The guest that a volume of Nestor records.
-fn guest(volume: &PersistentVolume) -> Option<&str> {
-    let csi = volume.spec.as_ref()?.csi.as_ref().filter(|csi| csi.driver == MANAGEMENT_DRIVER)?;
-    let label = volume.labels().get(LABEL_CLUSTER_ID);
-    let attribute = || csi.volume_attributes.as_ref()?.get(ATTRIBUTE_CLUSTER_ID);
-    label.or_else(attribute).map(String::as_str).filter(|guest| !guest.is_empty())
 }
 
 /// The rows of a budget: in total, and per class that has a limit or is used.
@@ -147,6 +127,7 @@ fn of_class(object: &StorageBudget, used: Option<&BudgetUsage>, total: &Usage, n
 
 #[cfg(test)]
 mod tests {
+    use crds::names::{ATTRIBUTE_CLUSTER_ID, MANAGEMENT_DRIVER};
     use serde_json::json;
 
     use super::*;

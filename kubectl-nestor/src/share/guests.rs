@@ -3,16 +3,13 @@
 
 use std::collections::BTreeSet;
 
-use crds::VirtualMachine;
 use crds::names::{ClusterId, LABEL_CLUSTER_ID};
 use k8s_openapi::api::core::v1::ServiceAccount;
-use kube::{Api, ResourceExt};
+use kube::ResourceExt;
 
-use super::MANAGEMENT;
 use crate::clusters::Cluster;
 use crate::error::Error;
-use crate::gather::read::vm_resource;
-use crate::lists::read::list;
+use crate::lists::read::{labelled_machines, list};
 
 /// The guest that a volume is shared with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,14 +60,7 @@ async fn vms(cluster: &Cluster, id: &str) -> Result<Vec<Known>, Error> {
     if id.parse::<ClusterId>().is_err() {
         return Ok(Vec::new());
     }
-    let what = "VirtualMachines";
-    let resource = vm_resource(&cluster.client).await.map_err(|reason| Error::Request {
-        cluster: MANAGEMENT,
-        what: what.to_owned(),
-        reason,
-    })?;
-    let api: Api<VirtualMachine> = Api::all_with(cluster.client.clone(), &resource);
-    let vms = list(cluster, api, what, Some(&format!("{LABEL_CLUSTER_ID}={id}"))).await?;
+    let vms = labelled_machines(cluster, &format!("{LABEL_CLUSTER_ID}={id}")).await?;
     let known = vms.iter().filter_map(|vm| {
         Some(Known { id: id.to_owned(), namespace: vm.metadata.namespace.clone()?, account: None })
     });

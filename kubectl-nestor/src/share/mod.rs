@@ -1,13 +1,14 @@
 //! `share` and `unshare`: let a guest in another management namespace use a volume, through a sibling PersistentVolume and a claim
-//! in that namespace. They are the only commands that write, with the rights of the platform team.
+//! in that namespace. They need the rights of the platform team.
 
 mod end;
 mod guests;
 mod labels;
-mod objects;
+pub(crate) mod objects;
 mod start;
 
 pub use end::run as unshare;
+pub(crate) use start::manifest;
 pub use start::run as share;
 
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use crds::names::{
-    ATTRIBUTE_CLUSTER_ID, ATTRIBUTE_SIBLING_OF, FINALIZER_ATTACHED, GUEST_DRIVER, LABEL_CLUSTER_ID,
-    LABEL_SHARE_PREFIX, MANAGEMENT_DRIVER, MANAGEMENT_VOLUME,
+    ATTRIBUTE_CLUSTER_ID, ATTRIBUTE_SIBLING_OF, FINALIZER_ATTACHED, GUEST_DRIVER, LABEL_SHARE_PREFIX,
+    MANAGEMENT_DRIVER, MANAGEMENT_VOLUME,
 };
 use k8s_openapi::api::core::v1::{
     CSIPersistentVolumeSource, ObjectReference, PersistentVolume, PersistentVolumeClaim,
@@ -16,6 +16,7 @@ use kube::ResourceExt;
 use kube_kit::informer::Key;
 
 use super::guests::Guest;
+use crate::lists::read::guest_of;
 
 /// What is shared, and with whom.
 #[derive(Debug, Clone)]
@@ -145,7 +146,7 @@ pub(super) fn share_label(guest: &str) -> String {
 }
 
 /// The volume of this driver.
-pub(super) fn csi(volume: &PersistentVolume) -> Option<&CSIPersistentVolumeSource> {
+fn csi(volume: &PersistentVolume) -> Option<&CSIPersistentVolumeSource> {
     volume.spec.as_ref()?.csi.as_ref().filter(|csi| csi.driver == MANAGEMENT_DRIVER)
 }
 
@@ -156,16 +157,8 @@ pub(super) fn claim_of(volume: &PersistentVolume) -> Option<(Key, Option<&str>)>
 }
 
 /// The PersistentVolume of which this one is a sibling.
-pub(super) fn sibling_of(volume: &PersistentVolume) -> Option<&str> {
+pub(crate) fn sibling_of(volume: &PersistentVolume) -> Option<&str> {
     csi(volume)?.volume_attributes.as_ref()?.get(ATTRIBUTE_SIBLING_OF).map(String::as_str)
-}
-
-/// The guest of a volume, as mgmt-csi decides it; None if it is no guest's.
-fn owner_of(volume: &PersistentVolume) -> Option<&str> {
-    let attributes = csi(volume).and_then(|csi| csi.volume_attributes.as_ref());
-    let recorded = attributes.and_then(|attributes| attributes.get(ATTRIBUTE_CLUSTER_ID));
-    let owner = volume.labels().get(LABEL_CLUSTER_ID).or(recorded)?;
-    Some(owner.as_str()).filter(|owner| !owner.is_empty())
 }
 
 /// Why the volume of a claim can't be shared with a guest; None if it can.
@@ -197,7 +190,7 @@ pub(super) fn reason_to_refuse(
             "PersistentVolumeClaim {key} is itself a share: share the claim of PersistentVolume {owner} instead"
         ));
     }
-    (owner_of(volume) == Some(guest))
+    (guest_of(volume) == Some(guest))
         .then(|| format!("the volume of PersistentVolumeClaim {key} is guest {guest}'s own: use that claim"))
 }
 

@@ -171,7 +171,7 @@ pub(super) fn show(output: Format, head: &str, volume: &PersistentVolume) -> Res
 }
 
 /// Objects as a manifest: YAML, unless JSON is requested.
-pub(super) fn manifest(output: Format, objects: &impl Serialize) -> Result<String, Error> {
+pub(crate) fn manifest(output: Format, objects: &impl Serialize) -> Result<String, Error> {
     let value = serde_json::to_value(objects).map_err(|error| Error::Encode(error.to_string()))?;
     let value = match value {
         Value::Array(items) => json!({"apiVersion": "v1", "kind": "List", "items": items}),

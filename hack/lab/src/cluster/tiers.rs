@@ -26,8 +26,6 @@ const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter"
 // The files of the charts: a lab needs no helm.
 const MANAGEMENT: &str = include_str!("../../../../charts/nestor-management/files/management.yaml");
 const MANAGEMENT_CLASSES: &str = include_str!("../../../../charts/nestor-management/files/classes.yaml");
-const GUEST_ACCOUNT: &str = include_str!("../../../../charts/nestor-management/files/guest.yaml");
-const GUEST_ADMISSION: &str = include_str!("../../../../charts/nestor-management/files/admission.yaml");
 const GUEST: &str = include_str!("../../../../charts/nestor-guest/files/guest.yaml");
 const GUEST_CLASSES: &str = include_str!("../../../../charts/nestor-guest/files/classes.yaml");
 const SIDECAR_ACCOUNTS: &str = include_str!("../../../../charts/shared/sidecars.yaml");
@@ -80,35 +78,40 @@ async fn prepare_parts(
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
     anyhow::ensure!(!guest.cluster_id.is_empty(), "guest {} has no cluster ID yet", guest.cluster.name);
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    apply(&client, "nestor-management/files/admission.yaml", &filled(GUEST_ADMISSION, guest)).await?;
+    let policies = manifests(guest).admission_policies();
+    apply(&client, "nestor-management/files/admission.yaml", &policies).await?;
     prepare_guest_account(management, guest).await
 }
 
 /// The same without admission policies.
 pub async fn prepare_guest_account(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    apply(&client, "nestor-management/files/guest.yaml", &filled(GUEST_ACCOUNT, guest)).await?;
+    let account = manifests(guest).account_objects();
+    apply(&client, "nestor-management/files/guest.yaml", &account).await?;
     token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
 /// Deletes a guest's account in the management cluster with its rights and admission policies, but not its namespace.
 pub async fn remove_guest_account(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    for file in [GUEST_ACCOUNT, GUEST_ADMISSION] {
-        delete_all(&client, &filled(file, guest), "Namespace").await?;
+    let manifests = manifests(guest);
+    for objects in [manifests.account_objects(), manifests.admission_policies()] {
+        delete_all(&client, &objects, "Namespace").await?;
     }
     Ok(())
 }
 
-/// A file of the management chart for a guest that may use all classes.
-fn filled(file: &str, guest: &Guest) -> String {
-    file.replace("${NAMESPACE}", &guest.namespace)
-        .replace("${ACCOUNT}", &guest.account())
-        .replace("${CLUSTER}", &guest.cluster.name)
-        .replace("${CLUSTER_ID}", &guest.cluster_id)
-        .replace("${CLASSES}", "[]")
-        .replace("${UNLABELLED_VMS}", "false")
-        .replace("${SYSTEM_NAMESPACE}", MANAGEMENT_NAMESPACE)
+/// The manifests of a guest that may use all classes.
+fn manifests(guest: &Guest) -> guest_manifests::Guest {
+    guest_manifests::Guest {
+        namespace: guest.namespace.clone(),
+        account: guest.account(),
+        cluster_object: guest.cluster.name.clone(),
+        cluster_id: guest.cluster_id.clone(),
+        classes: Vec::new(),
+        takes_unlabelled_vms: false,
+        system_namespace: MANAGEMENT_NAMESPACE.to_owned(),
+    }
 }
 
 /// Applies driver, classes and accounts to a guest.

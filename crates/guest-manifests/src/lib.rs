@@ -1,0 +1,114 @@
+//! Manifests of a guest in the management cluster: the files of the chart nestor-management, filled as its template
+//! `guests.yaml` fills them.
+
+/// Namespace, account, rights and credential.
+const ACCOUNT: &str = include_str!("../../../charts/nestor-management/files/guest.yaml");
+/// Admission policies and their bindings.
+const ADMISSION: &str = include_str!("../../../charts/nestor-management/files/admission.yaml");
+
+/// What the placeholders of the files stand for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Guest {
+    /// Namespace of its claims and VirtualMachines.
+    pub namespace: String,
+    /// Name of its ServiceAccount.
+    pub account: String,
+    /// Name of its Cluster object.
+    pub cluster_object: String,
+    /// Its cluster ID.
+    pub cluster_id: String,
+    /// Classes that it may use; empty: all.
+    pub classes: Vec<String>,
+    /// Whether it may change VirtualMachines without a label of a guest.
+    pub takes_unlabelled_vms: bool,
+    /// Namespace of mgmt-csi.
+    pub system_namespace: String,
+}
+
+impl Guest {
+    /// YAML documents: namespace, account, credential, roles and their bindings.
+    pub fn account_objects(&self) -> String {
+        self.fill(ACCOUNT)
+    }
+
+    /// YAML documents: admission policies and their bindings.
+    pub fn admission_policies(&self) -> String {
+        self.fill(ADMISSION)
+    }
+
+    /// Name of the admission policy of claims, which contains the classes.
+    pub fn claims_policy(&self) -> String {
+        format!("claims.{}.{}.nestor.dev", self.account, self.namespace)
+    }
+
+    fn fill(&self, file: &str) -> String {
+        file.replace("${NAMESPACE}", &self.namespace)
+            .replace("${ACCOUNT}", &self.account)
+            .replace("${CLUSTER}", &self.cluster_object)
+            .replace("${CLUSTER_ID}", &self.cluster_id)
+            .replace("${CLASSES}", &to_cel(&self.classes))
+            .replace("${UNLABELLED_VMS}", &self.takes_unlabelled_vms.to_string())
+            .replace("${SYSTEM_NAMESPACE}", &self.system_namespace)
+    }
+}
+
+/// A list of names in CEL.
+fn to_cel(names: &[String]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("'{name}'")).collect();
+    format!("[{}]", quoted.join(", "))
+}
+
+/// The names in a list in CEL, as an admission policy contains it.
+pub fn from_cel(list: &str) -> Vec<String> {
+    let inner = list.trim().trim_start_matches('[').trim_end_matches(']');
+    let names = inner.split(',').map(|name| name.trim().trim_matches('\''));
+    names.filter(|name| !name.is_empty()).map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(classes: &[&str]) -> Guest {
+        Guest {
+            namespace: "guest-shop".into(),
+            account: "shop".into(),
+            cluster_object: "shop-cluster".into(),
+            cluster_id: "id-1".into(),
+            classes: classes.iter().map(|&class| class.to_owned()).collect(),
+            takes_unlabelled_vms: false,
+            system_namespace: "nestor-system".into(),
+        }
+    }
+
+    /// The text without comments, which explain the placeholders.
+    fn without_comments(text: &str) -> String {
+        text.lines()
+            .filter(|line| !line.trim_start().starts_with('#'))
+            .map(|line| format!("{line}\n"))
+            .collect()
+    }
+
+    #[test]
+    fn no_placeholder_is_left() {
+        let guest = guest(&["gold"]);
+        for text in [guest.account_objects(), guest.admission_policies()] {
+            let text = without_comments(&text);
+            assert!(!text.contains("${"), "{text}");
+        }
+        let account = guest.account_objects();
+        assert!(
+            account.contains("nestor.dev/cluster-id: \"id-1\"") && account.contains("[\"shop-cluster\"]")
+        );
+        assert!(guest.admission_policies().contains(&guest.claims_policy()));
+    }
+
+    #[test]
+    fn classes_are_a_list_in_cel() {
+        let names = ["gold".to_owned(), "silver.example".to_owned()];
+        assert_eq!(to_cel(&names), "['gold', 'silver.example']");
+        assert_eq!(from_cel(&to_cel(&names)), names);
+        assert_eq!((to_cel(&[]), from_cel("[]")), ("[]".to_owned(), Vec::new()));
+        assert!(guest(&["gold"]).admission_policies().contains("expression: \"['gold']\""));
+    }
+}

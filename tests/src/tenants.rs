@@ -170,7 +170,7 @@ impl Tenant {
         });
         json_patch::merge(&mut guest, more);
         let objects = admission_policies(&json!({"guests": [guest]})).await?;
-        ensure!(objects.len() == 8, "{objects:?}");
+        ensure!(objects.len() == 10, "{objects:?}");
         for object in &objects {
             chart::apply(&s.management, object, false).await?;
         }

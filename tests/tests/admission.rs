@@ -408,7 +408,7 @@ async fn the_chart_has_policies_for_each_guest_unless_they_are_disabled() -> Res
     let guest = |name: &str| json!({"name": name, "namespace": "tenants", "clusterId": format!("{name}.ID")});
     let guests = json!([guest("one"), guest("two")]);
     let all = admission_policies(&json!({"guests": guests})).await?;
-    assert_eq!(all.len(), 16);
+    assert_eq!(all.len(), 20);
     let text = json!(all).to_string();
     for expected in ["system:serviceaccount:tenants:one", "system:serviceaccount:tenants:two", "'two.ID'"] {
         ensure!(text.contains(expected), "{text}");

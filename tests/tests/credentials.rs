@@ -202,7 +202,7 @@ async fn a_guests_token_is_renewed_without_a_restart_and_dies_by_a_rotation() ->
         let controller = Controller::start_in(&s, &namespace.name, &kubeconfig, id, &[&flag]).await?;
         new_claim(&controller.driver).await.context("with the first token")?;
         let (_, metrics) = controller.process.get("/metrics").await?;
-        let expiry = "nestor_gc_csi_management_credential_expiry_timestamp_seconds ";
+        let expiry = "nestor_gc_csi_management_credential_expiry_timestamp_seconds{} ";
         ensure!(metrics.lines().any(|line| line.starts_with(expiry)), "{metrics}");
 
         let stolen = guest.stored(&s).await?;

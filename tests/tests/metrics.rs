@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::json;
 use tests::console::Console;
 use tests::run;
 
@@ -31,6 +32,7 @@ async fn every_metric_is_documented_with_its_type_and_labels_and_every_documente
         // Now each program has done something.
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         s.driver.publish(&handle, &node.name).await?;
+        s.budget(&s.cluster_id, &json!({"bytes": "1Ti", "volumes": 1000, "snapshots": 1000})).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         let plugin = s.lab.spawn_node_plugin(&node).await?;
         let plugins = ("gc_csi_node", plugin.component.clone());

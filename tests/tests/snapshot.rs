@@ -269,7 +269,7 @@ async fn a_snapshot_refused_by_the_infra_is_reported_with_its_message_and_retrie
         let node = s.node().await?;
         s.driver.publish(&volume, &node.name).await?;
         s.snapshot("first", "data").await?;
-        s.snapshot_failure("first", &[&node.name, "detach it first"]).await?;
+        s.snapshot_failure("first", &["attached to a VM", "detach it there first"]).await?;
         s.driver.unpublish(&volume, &node.name).await?;
         s.snapshot_ready("first").await?;
         Ok(())
@@ -284,7 +284,7 @@ async fn a_snapshot_deleted_before_it_was_taken_leaves_nothing() -> Result<()> {
         let node = s.node().await?;
         s.driver.publish(&volume, &node.name).await?;
         s.snapshot("first", "data").await?;
-        s.snapshot_failure("first", &["detach it first"]).await?;
+        s.snapshot_failure("first", &["detach it there first"]).await?;
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         s.snapshot_gone("first").await?;
         eventually("the management snapshot is deleted", PATIENCE, || async {

@@ -9,7 +9,7 @@ use crds::names::{ClusterId, credential_secret};
 use guest_manifests::Guest;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::ResourceExt;
-use kube::api::{Api, DynamicObject};
+use kube::api::DynamicObject;
 use kube_kit::quantity;
 use process_kit::duration;
 use tokio::time::{Instant, sleep};

@@ -55,7 +55,7 @@ pub async fn run(clusters: &Clusters, namespace: Option<&str>, args: &RemoveArgs
     removal.delete(&[Stage::Policies]).await?;
     let left = removal.inventory().await?;
     removal.delete_budget(&left).await?;
-    let fate = removal.delete_namespace(&left).await?;
+    let fate = removal.delete_namespace().await?;
     print(&removal.report(&left, &fate))
 }
 
@@ -182,14 +182,14 @@ impl Removal<'_> {
     }
 
     /// Deletes the account: with its namespace, or alone. An interrupted removal is found by the account.
-    async fn delete_namespace(&self, left: &Inventory) -> Result<Fate, Error> {
+    async fn delete_namespace(&self) -> Result<Fate, Error> {
         let name = &self.account.namespace;
         let namespaces = self.cluster.all::<Namespace>();
         let found = namespaces.get_metadata_opt(name).await;
         let found = found.map_err(|error| Error::request(MANAGEMENT, format!("Namespace {name}"), &error))?;
         let manager = found.as_ref().and_then(|found| found.labels().get(MANAGED_BY));
         let is_own = manager.is_some_and(|by| by == MANAGER);
-        let fate = match self.reason_to_keep(left, is_own).await? {
+        let fate = match self.reason_to_keep(is_own).await? {
             Some(why) => Fate::Kept(why),
             None => Fate::Deleted,
         };
@@ -202,7 +202,7 @@ impl Removal<'_> {
         Ok(fate)
     }
 
-    async fn reason_to_keep(&self, left: &Inventory, is_own: bool) -> Result<Option<String>, Error> {
+    async fn reason_to_keep(&self, is_own: bool) -> Result<Option<String>, Error> {
         if self.keeps() {
             return Ok(Some("--volumes keep".to_owned()));
         }

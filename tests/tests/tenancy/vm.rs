@@ -23,17 +23,12 @@ fn attempt(name: &'static str, act: VmAct, expected: Outcome) -> Attempt<VmAct> 
 pub(super) fn attempts() -> Vec<Attempt<VmAct>> {
     vec![
         attempt("call the storage infra without a client certificate", |pods| Box::pin(infra(pods)), TLS),
-        attempt("read etcd of the management cluster", |pods| Box::pin(etcd(pods)), NETWORK),
+        attempt("read etcd of the management cluster", |pods| Box::pin(etcd(pods)), TLS),
         attempt("call the management API without a credential", |pods| Box::pin(management_api(pods)), TLS),
         attempt("call the kubelet of another VM", |pods| Box::pin(kubelet(pods)), TLS),
         attempt(
             "call libvirt over TCP",
             |pods| Box::pin(connect(pods, By::Network, &[(HOST, 16509), (HOST, 16514)])),
-            NETWORK,
-        ),
-        attempt(
-            "read the metadata service of a cloud",
-            |pods| Box::pin(connect(pods, By::Network, &[("169.254.169.254", 80)])),
             NETWORK,
         ),
         attempt("find the disk of another VM", |pods| Box::pin(find_the_disk(pods)), Refused(By::Hypervisor)),
@@ -98,7 +93,7 @@ async fn etcd(pods: &PodScenario) -> Result<Seen> {
     let cluster = &state.management.as_ref().context("no management cluster")?.name;
     let etcd = state.components.get(&format!("{cluster}-etcd")).context("no etcd")?;
     let flag = etcd.argv.iter().find_map(|argument| argument.strip_prefix("--listen-client-urls="));
-    call(pods, By::Network, port(flag.context("etcd has no client URL")?)?, "/version").await
+    call(pods, By::Tls, port(flag.context("etcd has no client URL")?)?, "/version").await
 }
 
 /// Looks for a disk that is attached to the second VM.

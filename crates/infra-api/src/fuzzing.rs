@@ -25,7 +25,7 @@ pub fn infra_bodies(data: &[u8]) {
         2 => body_of(body, |spec: &PoolSpec| assert_eq!(spec.check_bounds().is_ok(), is_short(&spec.labels))),
         3 => {
             body_of(body, |spec: &SnapshotSpec| {
-                assert_eq!(spec.check_bounds().is_ok(), is_short(&spec.labels))
+                assert_eq!(spec.check_bounds().is_ok(), is_short(&spec.labels));
             });
         }
         4 => body_of(body, |_: &AttachmentSpec| ()),

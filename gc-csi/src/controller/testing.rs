@@ -52,7 +52,7 @@ impl<T> Outcomes<T> {
     /// The outcome of the next call; the test fails if it expects none.
     fn next(&self) -> T {
         self.taken.fetch_add(1, Ordering::SeqCst);
-        self.left.lock().unwrap().pop_front().expect("no call is expected")
+        self.left.lock().expect("no call panicked").pop_front().expect("no call is expected")
     }
 }
 
@@ -121,7 +121,7 @@ impl Default for InMemory {
 impl InMemory {
     /// The VMs of each refresh.
     pub(super) fn refreshed(&self) -> Vec<Vec<VmName>> {
-        self.refreshed.lock().unwrap().clone()
+        self.refreshed.lock().expect("no call panicked").clone()
     }
 }
 
@@ -136,7 +136,7 @@ impl PinnedVolumes for InMemory {
     }
 
     async fn refresh(&self, _: &ClaimName, vms: &[&VmName], _: Instant) -> Result<(), ApiError> {
-        self.refreshed.lock().unwrap().push(vms.iter().copied().cloned().collect());
+        self.refreshed.lock().expect("no call panicked").push(vms.iter().copied().cloned().collect());
         Ok(())
     }
 }

@@ -86,7 +86,7 @@ fn shares(all: &[PersistentVolume], cluster_id: &str) -> Found {
         volume.labels().keys().any(by_label) || has_siblings(&volume.name_any())
     };
     Found {
-        lent: own.iter().copied().filter(is_lent).map(|volume| volume.name_any()).collect(),
+        lent: own.iter().copied().filter(is_lent).map(ResourceExt::name_any).collect(),
         borrowed: others
             .iter()
             .filter(|volume| volume.labels().contains_key(&label))

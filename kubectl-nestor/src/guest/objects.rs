@@ -244,7 +244,7 @@ mod tests {
     fn the_credential_is_deleted_first_and_the_account_last() {
         let mut all = objects(&request(None)).unwrap();
         all.retain(|object| stage(object).is_some());
-        all.sort_by_key(|object| stage(object));
+        all.sort_by_key(stage);
         let titles: Vec<String> = all.iter().map(api::title).collect();
         assert_eq!(titles[0], "Secret guest-shop/shop-credential");
         assert_eq!(titles.last().unwrap(), "ServiceAccount guest-shop/shop");

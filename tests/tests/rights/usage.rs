@@ -27,7 +27,7 @@ const GUEST: [(&str, &[&str]); 2] = [
 
 /// Rights that only a fault, an option or `kubectl nestor` uses: role, resource and verb, and the module that causes the use or
 /// why there is none.
-const NOT_ALWAYS: [(&str, &str, &str, &str); 38] = [
+const NOT_ALWAYS: [(&str, &str, &str, &str); 46] = [
     (
         "ClusterRole nestor:mgmt-csi",
         "persistentvolumes",
@@ -51,6 +51,10 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 38] = [
     ("Role nestor:capacity-writer", "csistoragecapacities", "patch", "topology"),
     ("Role nestor:capacity-writer", "csistoragecapacities", "delete", "topology"),
     ("Role nestor:leader-election", "leases", "get", "ha: the cache of the Lease is late"),
+    ("Role nestor:leader-election", "leases", "list", "ha"),
+    ("Role nestor:leader-election", "leases", "watch", "ha"),
+    ("Role nestor:leader-election", "leases", "create", "ha"),
+    ("Role nestor:leader-election", "leases", "update", "ha"),
     ("ClusterRole nestor:vm-operator-shim", "virtualmachines", "get", "crash: a conflict"),
     (
         "ClusterRole nestor:vm-operator-shim",
@@ -77,6 +81,10 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 38] = [
     ("ClusterRole nestor:gc-csi-controller", "pods", "watch", "metadata: --sync-pods"),
     ("ClusterRole nestor:gc-csi-controller", "events", "patch", "attach: an event that repeats"),
     ("Role nestor:gc-csi-controller", "leases", "get", "ha: the cache of the Lease is late"),
+    ("Role nestor:gc-csi-controller", "leases", "list", "ha"),
+    ("Role nestor:gc-csi-controller", "leases", "watch", "ha"),
+    ("Role nestor:gc-csi-controller", "leases", "create", "ha"),
+    ("Role nestor:gc-csi-controller", "leases", "update", "ha"),
     ("ClusterRole nestor:gc-csi-controller", "nodes", "get", "topology"),
     ("ClusterRole nestor:gc-csi-controller", "nodes", "patch", "topology"),
     ("ClusterRole nestor:gc-csi-controller", "volumeattachments", "get", "late_removal"),

@@ -43,7 +43,7 @@ impl Answer {
 /// Runs the plugin with the platform team's kubeconfig, for claims of the scenario's management namespace.
 pub async fn on_management(s: &Scenario, words: &[&str]) -> Result<Answer> {
     let kubeconfig = management_cluster(s)?.kubeconfig.display().to_string();
-    let cluster = ["--management-kubeconfig", &kubeconfig, "--management-namespace", &s.namespace];
+    let cluster = ["--management-kubeconfig", &kubeconfig, "--namespace", &s.namespace];
     execute(&binary(&s.lab, "kubectl-nestor"), &[words, &cluster].concat()).await
 }
 

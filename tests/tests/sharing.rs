@@ -149,7 +149,7 @@ async fn two_guests_use_one_volume_in_turn_and_each_sees_who_shares_it() -> Resu
         let (volume, sibling) = shared.share(&s, &[]).await?;
         shared.owner_shows(&s, Some(&json!({&shared.guest.cluster_id: "rw"}))).await?;
         shared.sibling_shows_owner(&s, &sibling).await?;
-        let listed = on_management(&s, &["volumes"]).await?;
+        let listed = on_management(&s, &["volumes", "--management-namespace", &s.namespace]).await?;
         listed.expect(0, &["SHARED", &format!("with {} (rw)", shared.guest.cluster_id)]);
 
         // The PersistentVolume is pinned, and its pin is that of the sibling.

@@ -141,12 +141,15 @@ impl Attempt<Act> {
     /// Makes the attempt, and compares what came of it with what is expected.
     pub(super) async fn make(&self, site: &Site) -> Result<()> {
         let expected = site.setting.of(self.expected);
-        let seen = match self.act {
-            Act::Request(of) => of(site).make(site, expected.is_permission()).await?,
-            Act::Steps(of) => of(site).await?,
+        let (seen, sent) = match self.act {
+            Act::Request(of) => {
+                let request = of(site);
+                (request.make(site, expected.is_permission()).await?, format!("{request:?}"))
+            }
+            Act::Steps(of) => (of(site).await?, String::new()),
         };
         expected.check(&seen)?;
-        site.learns_nothing(&seen)
+        site.learns_nothing(&seen, &sent)
     }
 }
 

@@ -4,7 +4,7 @@ use crds::names;
 use serde_json::{Value, json};
 
 use super::attempt::Outcome::{Bounded, NotPrevented, Refused};
-use super::attempt::{Act, Attempt, By, Outcome, by_namespace, everywhere, foreign, own, request};
+use super::attempt::{Act, Attempt, By, Outcome, everywhere, foreign, own, request};
 use super::request::{Kind, Request, annotation};
 use super::site::Site;
 
@@ -112,7 +112,7 @@ fn events_and_marks() -> Vec<Attempt<Act>> {
                     "eventTime": "2026-01-01T00:00:00.000000Z", "note": "forged", "regarding": about,
                 }))
             },
-            by_namespace(RBAC, EVENTS),
+            foreign(POLICY, EVENTS),
         ),
         request(
             "change an event about another guest's claim",
@@ -120,7 +120,7 @@ fn events_and_marks() -> Vec<Attempt<Act>> {
                 let forged = json!({"metadata": {"labels": {"forged": "true"}}});
                 site.victims(Kind::Event).patch(&site.victim.event, forged)
             },
-            by_namespace(RBAC, EVENTS),
+            foreign(POLICY, EVENTS),
         ),
         request(
             "attest another guest's disk as blank in its VolumeAttachment",

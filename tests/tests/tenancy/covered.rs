@@ -1,7 +1,7 @@
 //! Attempts that other modules of the black-box tests make.
 
 use super::attempt::By;
-use super::attempt::Outcome::{self, Bounded, NotPrevented, Refused};
+use super::attempt::Outcome::{self, Bounded, Refused};
 
 /// An attempt, what comes of it, and the module.
 pub(super) type Covered = (&'static str, Outcome, &'static str);
@@ -47,10 +47,7 @@ pub(super) static COVERED: [Covered; 15] = [
     ("have a disk formatted that has data", Refused(By::GcCsiNode), "formatting"),
     (
         "put programs with the setuid bit, or device files, on a volume that is shared read-write",
-        NotPrevented(
-            "Kubernetes mounts volumes without nosuid and nodev. Set both in mountOptions of the StorageClass or \
-             PersistentVolume of a volume that another guest can write to",
-        ),
-        "node",
+        Refused(By::GcCsiNode),
+        "rights",
     ),
 ];

@@ -226,7 +226,7 @@ async fn every_removal_is_in_the_audit_log_with_its_actor() {
             .logged(|event| event["target"] == "audit" && event["act"] == act && event["object"] == what);
         assert_eq!(found.len(), 1, "{act} {what}: {:?}", server.logged(|event| event["target"] == "audit"));
         let who = found[0]["who"].as_str().unwrap().to_owned();
-        assert!(who.contains("storage-infra client"), "{who}");
+        assert!(who.contains("CN=operator"), "{who}");
         found[0].clone()
     };
     assert_eq!(audited("remove", "volume v")["path"], file);

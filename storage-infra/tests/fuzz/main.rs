@@ -55,7 +55,7 @@ async fn fuzzed_requests_get_documented_responses_and_leave_a_consistent_catalog
 fn http(site: &Site) -> reqwest::Client {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let pem = |name: &str| std::fs::read(site.path("pki").join(name)).unwrap();
-    let identity = Identity::from_pem(&[pem("client.key"), pem("client.crt")].concat()).unwrap();
+    let identity = Identity::from_pem(&[pem("operator.key"), pem("operator.crt")].concat()).unwrap();
     let ca = Certificate::from_pem(&pem("ca.crt")).unwrap();
     let builder = reqwest::Client::builder().tls_certs_only([ca]).identity(identity).timeout(SOON);
     builder.no_proxy().build().unwrap()

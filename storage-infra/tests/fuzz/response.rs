@@ -47,7 +47,9 @@ pub async fn problem(response: Response) -> Result<(), String> {
     let text = response.text().await.map_err(|error| error.to_string())?;
     let problem: Problem =
         serde_json::from_str(&text).map_err(|error| format!("{status}, no problem: {error}: {text}"))?;
-    let expected = if status == 405 { 400 } else { status };
+    // A method that does not exist, and a size that is invalid for this volume, are invalid requests.
+    let is_invalid = problem.code == ProblemCode::Invalid && [405, 409].contains(&status);
+    let expected = if is_invalid { 400 } else { status };
     let is_fault = matches!(problem.code, ProblemCode::Internal | ProblemCode::ReadOnly);
     let is_complete = problem.status == status
         && problem.code.status() == expected

@@ -14,8 +14,7 @@ use super::add::{AddArgs, Deletion};
 use super::api::Outcome;
 use crate::cli::Format;
 use crate::error::Error;
-use crate::render::{format, print};
-use crate::share::manifest;
+use crate::render::{format, manifest, print};
 
 /// What was done with an object.
 #[derive(Debug, Serialize)]

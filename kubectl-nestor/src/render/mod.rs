@@ -6,6 +6,7 @@ pub mod trace;
 use std::io::{IsTerminal, Write};
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::cli::Format;
 use crate::error::Error;
@@ -48,6 +49,17 @@ pub fn format<T: Serialize>(
     }
 }
 
+/// Objects as a manifest: YAML, unless JSON is requested.
+pub(crate) fn manifest(output: Format, objects: &impl Serialize) -> Result<String, Error> {
+    let value = serde_json::to_value(objects).map_err(|error| Error::Encode(error.to_string()))?;
+    let value = match value {
+        Value::Array(items) => json!({"apiVersion": "v1", "kind": "List", "items": items}),
+        one => one,
+    };
+    let output = if output == Format::Json { Format::Json } else { Format::Yaml };
+    format(output, &value, |_| String::new())
+}
+
 /// Colours of a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colour {
@@ -70,4 +82,18 @@ pub fn paint(text: &str, colour: Colour, has_colour: bool) -> String {
         Colour::Dim => 2,
     };
     if has_colour { format!("\u{1b}[{code}m{text}\u{1b}[0m") } else { text.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_objects_are_a_list() {
+        let objects = (json!({"kind": "A", "apiVersion": "v1"}), json!({"kind": "B"}));
+        let list: Value = serde_json::from_str(&manifest(Format::Json, &objects).unwrap()).unwrap();
+        assert_eq!(list["kind"], "List");
+        assert_eq!(list["items"], json!(objects));
+        assert!(manifest(Format::Text, &objects.0).unwrap().contains("apiVersion: v1\n"));
+    }
 }

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 
 use super::guests::Guest;
 use super::objects::{Share, guest_volume, share_label};
-use super::start::{manifest, show};
+use super::output::show;
 use super::{named, read_claim, read_volume};
 use crate::cli::ShareArgs;
 use crate::clusters::Cluster;
 use crate::error::Error;
-use crate::render::print;
+use crate::render::{manifest, print};
 
 /// Labels the volume, and prints the guest's PersistentVolume.
 pub(super) async fn share(

@@ -5,10 +5,10 @@ mod end;
 mod guests;
 mod labels;
 pub(crate) mod objects;
+mod output;
 mod start;
 
 pub use end::run as unshare;
-pub(crate) use start::manifest;
 pub use start::run as share;
 
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};

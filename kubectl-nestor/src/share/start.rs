@@ -4,16 +4,16 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::ResourceExt;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube_kit::informer::Key;
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::guests::{self, Guest};
 use super::objects::{Share, claim_of, guest_volume, reason_to_keep, reason_to_refuse};
+use super::output::show;
 use super::{labels, named, read_claim, read_volume};
-use crate::cli::{Format, ShareArgs};
+use crate::cli::ShareArgs;
 use crate::clusters::{Cluster, Clusters};
 use crate::error::Error;
-use crate::render::{format, print};
+use crate::render::{manifest, print};
 
 /// Runs `share`.
 pub async fn run(clusters: &Clusters, args: &ShareArgs) -> Result<bool, Error> {
@@ -158,29 +158,6 @@ async fn check_source(cluster: &Cluster, source: &Key, share: &Share) -> Result<
     Ok(())
 }
 
-/// Prints what was done and the guest's PersistentVolume; as data only the latter.
-pub(super) fn show(output: Format, head: &str, volume: &PersistentVolume) -> Result<(), Error> {
-    let yaml = manifest(Format::Yaml, volume)?;
-    let text = |_| {
-        format!(
-            "{head}Next, in the guest: create this PersistentVolume, and a PersistentVolumeClaim with its name in \
-             spec.volumeName.\n---\n{yaml}"
-        )
-    };
-    print(&format(output, volume, text)?)
-}
-
-/// Objects as a manifest: YAML, unless JSON is requested.
-pub(crate) fn manifest(output: Format, objects: &impl Serialize) -> Result<String, Error> {
-    let value = serde_json::to_value(objects).map_err(|error| Error::Encode(error.to_string()))?;
-    let value = match value {
-        Value::Array(items) => json!({"apiVersion": "v1", "kind": "List", "items": items}),
-        one => one,
-    };
-    let output = if output == Format::Json { Format::Json } else { Format::Yaml };
-    format(output, &value, |_| String::new())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -208,17 +185,5 @@ mod tests {
         assert_eq!(patch, json!({"metadata": {"labels": {"share.nestor.dev/g2": "ro"}}}));
         let patch = difference(&share(false), &existing, Some("new".to_owned())).unwrap();
         assert_eq!(patch["spec"]["claimRef"]["uid"], "new");
-    }
-
-    #[test]
-    fn several_objects_are_a_list() {
-        let share = share(false);
-        let objects = (share.management_claim(), share.management_volume(None));
-        let json: Value = serde_json::from_str(&manifest(Format::Json, &objects).unwrap()).unwrap();
-        assert_eq!(json["kind"], "List");
-        let kinds: Vec<_> =
-            json["items"].as_array().unwrap().iter().map(|one| one["kind"].as_str()).collect();
-        assert_eq!(kinds, [Some("PersistentVolumeClaim"), Some("PersistentVolume")]);
-        assert!(manifest(Format::Text, &objects).unwrap().starts_with("apiVersion: v1\n"));
     }
 }

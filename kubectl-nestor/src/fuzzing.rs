@@ -6,7 +6,7 @@ use crate::bundle::redact;
 use crate::config;
 
 /// A JSON Web Token.
-const TOKEN: &str = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJuZXN0b3IifQ.c2lnbmF0dXJl";
+const TOKEN: &str = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJndWVzdCJ9.c2lnbmF0dXJl";
 
 /// The configuration file.
 pub fn plugin_config(data: &[u8]) {

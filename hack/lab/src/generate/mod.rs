@@ -92,13 +92,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zz_temporary_write() {
-        for file in definitions().into_iter().chain(pages().unwrap()) {
-            fs::write(repository().join(&file.path), &file.text).unwrap();
-        }
-    }
-
-    #[test]
     fn the_committed_pages_are_those_of_the_code() {
         for page in pages().unwrap() {
             page.check().unwrap();

@@ -1,6 +1,7 @@
 //! Kubernetes quantities as integers.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use process_kit::size;
 
 /// Returns the value of a quantity, rounded up; None if it is invalid.
 pub fn value(quantity: &Quantity) -> Option<u64> {
@@ -40,13 +41,7 @@ pub fn value(quantity: &Quantity) -> Option<u64> {
 
 /// Formats bytes with the largest binary unit that divides them, because quotas and Events show quantities as written.
 pub fn of(bytes: u64) -> Quantity {
-    let units = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
-    let (mut number, mut unit) = (bytes, 0);
-    while number > 0 && number.is_multiple_of(1024) && unit + 1 < units.len() {
-        number /= 1024;
-        unit += 1;
-    }
-    Quantity(format!("{number}{}", units[unit]))
+    Quantity(size::exact(bytes))
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ pub mod keyed_lock;
 pub mod memory;
 pub mod operation;
 pub mod process;
+pub mod size;
 pub mod start_time;
 pub mod supervise;
 pub mod table;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use process_kit::size;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -146,7 +147,7 @@ impl BudgetLimit {
     }
 
     fn show(self, number: u64) -> String {
-        if matches!(self, Self::Bytes | Self::ClassBytes) { quantity(number) } else { number.to_string() }
+        if matches!(self, Self::Bytes | Self::ClassBytes) { size::exact(number) } else { number.to_string() }
     }
 }
 
@@ -162,16 +163,6 @@ impl fmt::Display for BudgetExcess {
             "the storage budget of guest {account} allows {allowed} {unit}{class}: {used} used, {requested} more requested"
         )
     }
-}
-
-/// Exact Kubernetes notation with the largest unit.
-fn quantity(bytes: u64) -> String {
-    let units = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
-    let (mut number, mut unit) = (bytes, 0);
-    while number > 0 && number.is_multiple_of(1024) && unit + 1 < units.len() {
-        (number, unit) = (number / 1024, unit + 1);
-    }
-    format!("{number}{}", units[unit])
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::claims::Claims;
 use super::cluster_owner::removal_patch;
 use super::error::ApiError;
-use super::identity::{GuestIdentity, Relation};
+use super::identity::{GuestIdentity, Relation, is_read_only_share};
 use crate::compatibility::PvRequirements;
 use crds::names::ClaimName;
 
@@ -144,7 +144,7 @@ fn consumer_on(claim: &PersistentVolumeClaim, key: &str) -> Option<Consumer> {
 /// The label of the owner and those of shares are on the claims of all guests that share the volume.
 fn is_shared(claim: &PersistentVolumeClaim, own: &str) -> bool {
     let shares = |(key, value): (&String, &String)| {
-        key.starts_with(names::LABEL_SHARE_PREFIX) && ["ro", "rw"].contains(&value.as_str())
+        key.starts_with(names::LABEL_SHARE_PREFIX) && is_read_only_share(value).is_some()
             || key == names::LABEL_CLUSTER_ID && value != own
     };
     claim.metadata.labels.iter().flatten().any(shares) || !others(claim, own).is_empty()

@@ -63,16 +63,22 @@ impl GuestIdentity {
         if labels.get(names::LABEL_CLUSTER_ID).map(String::as_str) == Some(self.cluster.as_str()) {
             return Some(Relation::Own);
         }
-        match labels.get(&self.share_label()).map(String::as_str) {
-            Some("rw") => Some(Relation::Shared { read_only: false }),
-            Some("ro") => Some(Relation::Shared { read_only: true }),
-            _ => None,
-        }
+        let read_only = is_read_only_share(labels.get(&self.share_label())?)?;
+        Some(Relation::Shared { read_only })
     }
 
     /// Whether this guest created an object with this metadata.
     pub(super) fn has_created(&self, metadata: &ObjectMeta) -> bool {
         let made_by = metadata.annotations.as_ref().and_then(|all| all.get(names::ANNOTATION_MADE_BY));
         made_by.map(String::as_str) == Some(self.cluster.as_str())
+    }
+}
+
+/// Whether the value of a share's label is for reading only; None if it shares nothing.
+pub(super) fn is_read_only_share(mode: &str) -> Option<bool> {
+    match mode {
+        "rw" => Some(false),
+        "ro" => Some(true),
+        _ => None,
     }
 }

@@ -64,6 +64,7 @@ pub(super) fn in_use(message: Message, holders: &[Holder]) -> Message {
         return message;
     }
     let mut names: Vec<&str> = holders.iter().map(name).collect();
+    names.sort_unstable();
     names.dedup();
     message.with_guest(format!("the volume is attached to {}; detach it there first", names.join(", ")))
 }
@@ -94,7 +95,7 @@ mod tests {
     fn only_the_guests_own_vms_are_named() {
         let failed = || Message::new("attached to vm-1 and vm-of-b", "in use");
         let own = Holder::Own("VirtualMachine vm-1".to_owned());
-        let message = in_use(failed(), &[own, Holder::Foreign, Holder::Foreign]);
+        let message = in_use(failed(), &[Holder::Foreign, own, Holder::Foreign]);
         assert_eq!(
             message.guest(),
             "the volume is attached to VirtualMachine vm-1, a VM of another guest; detach it there first"

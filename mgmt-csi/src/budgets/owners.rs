@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crds::names::{ATTRIBUTE_CLUSTER_ID, ATTRIBUTE_SIBLING_OF};
+use crds::names::ATTRIBUTE_CLUSTER_ID;
 use infra_api::{Account, Owner, Volume, VolumeId};
 use kube_kit::informer::Change;
 use kube_kit::partial::PersistentVolume;
@@ -139,7 +139,7 @@ impl VolumeOwners {
 /// first by name, but no sibling: a share leaves the account as it is. A PersistentVolume without a class does not change
 /// the class.
 fn owner(volumes: &[Arc<PersistentVolume>], now: &Owner) -> Option<Owner> {
-    let own = volumes.iter().filter(|volume| !is_sibling(volume));
+    let own = volumes.iter().filter(|volume| !cluster::is_sibling(&volume.spec));
     let volume = own.min_by_key(|volume| (attribute(volume).is_none(), volume.metadata.name.clone()))?;
     let (guest, class) = recorded(volume);
     let account = Account::new(guest?).ok()?;
@@ -152,11 +152,6 @@ fn recorded(volume: &PersistentVolume) -> (Option<&str>, Option<&str>) {
     (recorded_owner(volume), volume.spec.storage_class_name.as_deref())
 }
 
-/// Whether a PersistentVolume was made to share the volume with another guest.
-fn is_sibling(volume: &PersistentVolume) -> bool {
-    volume.spec.csi.as_ref().is_some_and(|csi| csi.attribute(ATTRIBUTE_SIBLING_OF).is_some())
-}
-
 /// The guest for whose claim the volume was created.
 fn attribute(volume: &PersistentVolume) -> Option<&str> {
     volume.spec.csi.as_ref()?.attribute(ATTRIBUTE_CLUSTER_ID)
@@ -164,7 +159,7 @@ fn attribute(volume: &PersistentVolume) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use crds::names::LABEL_CLUSTER_ID;
+    use crds::names::{ATTRIBUTE_SIBLING_OF, LABEL_CLUSTER_ID};
     use serde_json::{Value, json};
 
     use super::*;

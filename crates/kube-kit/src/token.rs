@@ -1,10 +1,17 @@
-//! Bearer tokens: claims of a ServiceAccount's JSON Web Token (RFC 7519), without verification.
+//! Bearer tokens: claims of a ServiceAccount's JSON Web Token (RFC 7519), without verification; tokens in Secrets, and requests
+//! for tokens that are bound to a Secret.
 
 use std::path::Path;
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::Secret;
 use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use serde_json::{Value, json};
+
+/// Key of the token in the Secret that it is bound to.
+pub const KEY: &str = "token";
 
 /// Claims of a token.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -61,6 +68,33 @@ pub fn of_credentials(credentials: &AuthInfo) -> Option<String> {
     let text = |key: &str| credentials[key].as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let file = || std::fs::read_to_string(text("tokenFile").or_else(|| text("token-file"))?).ok();
     Some(text("token").or_else(file)?.trim().to_owned())
+}
+
+/// The text of a key of a Secret.
+pub fn of_secret(secret: &Secret, key: &str) -> Option<String> {
+    let ByteString(bytes) = secret.data.as_ref()?.get(key)?;
+    String::from_utf8(bytes.clone()).ok()
+}
+
+/// The request for a token that is bound to the Secret with this name and UID. Without audiences, it is for the API server.
+pub fn bound_request(
+    secret: &str,
+    uid: Option<String>,
+    audiences: &[String],
+    lifetime: Duration,
+) -> TokenRequest {
+    let bound = BoundObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Secret".to_owned()),
+        name: Some(secret.to_owned()),
+        uid,
+    };
+    let spec = TokenRequestSpec {
+        audiences: (!audiences.is_empty()).then(|| audiences.to_vec()),
+        bound_object_ref: Some(bound),
+        expiration_seconds: i64::try_from(lifetime.as_secs()).ok(),
+    };
+    TokenRequest { spec: Some(spec), ..TokenRequest::default() }
 }
 
 /// The credentials in a kubeconfig.

@@ -26,8 +26,6 @@ use decide::{State, replaces, state};
 
 /// Interval between two checks.
 const INTERVAL: Duration = Duration::from_secs(15);
-/// The key of the token in the management cluster's Secret.
-const TOKEN: &str = "token";
 
 type NoLabels = [(&'static str, &'static str); 0];
 
@@ -38,7 +36,7 @@ pub(crate) struct CredentialArgs {
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = object)]
     management_token_secret: Option<ObjectName>,
     /// Key of the token in that Secret.
-    #[arg(long, value_name = "KEY", default_value = TOKEN)]
+    #[arg(long, value_name = "KEY", default_value = token::KEY)]
     management_token_key: String,
 }
 
@@ -181,8 +179,9 @@ impl Credential {
             }
         };
         let key = &self.args.management_token_key;
-        let Some(renewed) = text(&renewed, TOKEN) else { return Ok(()) };
-        let claims = (Claims::of(&renewed), text(&stored, key).and_then(|stored| Claims::of(&stored)));
+        let Some(renewed) = token::of_secret(&renewed, token::KEY) else { return Ok(()) };
+        let claims =
+            (Claims::of(&renewed), token::of_secret(&stored, key).and_then(|stored| Claims::of(&stored)));
         let (Some(new), Some(old)) = claims else { return Ok(()) };
         if !replaces(&new, &old) {
             return Ok(());
@@ -199,12 +198,6 @@ impl Credential {
         }
         Ok(())
     }
-}
-
-/// A value of a Secret.
-fn text(secret: &Secret, key: &str) -> Option<String> {
-    let ByteString(bytes) = secret.data.as_ref()?.get(key)?;
-    String::from_utf8(bytes.clone()).ok()
 }
 
 #[cfg(test)]

@@ -9,18 +9,17 @@ use std::time::Duration;
 use clap::Args;
 use crds::names::{LABEL_GUEST_ACCOUNT, credential_secret};
 use k8s_openapi::ByteString;
-use k8s_openapi::api::authentication::v1::{
-    BoundObjectReference, TokenRequest, TokenRequestSpec, TokenReview, TokenReviewSpec,
-};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
 use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Client, ResourceExt};
+use kube_kit::token;
 use process_kit::duration;
 use serde_json::json;
 use tokio::time::Instant;
 
 use super::MANAGEMENT;
-use super::secret::{self, Place, TOKEN};
+use super::secret::{self, Place};
 use crate::clusters::{Cluster, Clusters};
 use crate::error::Error;
 use crate::render;
@@ -133,7 +132,7 @@ impl<'a> Account<'a> {
         };
         self.secrets().delete(&name, &params).await.map_err(self.failed("delete"))?;
         let deleted = Instant::now();
-        if let Some(token) = secret::value(&secret, TOKEN) {
+        if let Some(token) = token::of_secret(&secret, token::KEY) {
             self.is_refused(&token, deleted + REFUSAL_TIMEOUT).await?;
         }
         // Another API server of the cluster may have it in its cache, and the thief's token may be another one.
@@ -170,7 +169,7 @@ impl<'a> Account<'a> {
         let secret = self.secrets().create(&PostParams::default(), &secret).await;
         let secret = secret.map_err(self.failed("create"))?;
         let token = self.token(args, &name, secret.uid()).await?;
-        let patch = json!({"metadata": {"uid": secret.uid()}, "data": {TOKEN: ByteString(token.clone().into_bytes())}});
+        let patch = json!({"metadata": {"uid": secret.uid()}, "data": {token::KEY: ByteString(token.clone().into_bytes())}});
         let patched =
             self.secrets().patch_metadata(&name, &PatchParams::default(), &Patch::Merge(&patch)).await;
         patched.map_err(self.failed("write"))?;
@@ -193,19 +192,7 @@ impl<'a> Account<'a> {
 
     async fn token(&self, args: &RotateArgs, secret: &str, uid: Option<String>) -> Result<String, Error> {
         let account = self.object.name_any();
-        let request = TokenRequest {
-            spec: Some(TokenRequestSpec {
-                audiences: (!args.audiences.is_empty()).then(|| args.audiences.clone()),
-                bound_object_ref: Some(BoundObjectReference {
-                    api_version: Some("v1".to_owned()),
-                    kind: Some("Secret".to_owned()),
-                    name: Some(secret.to_owned()),
-                    uid,
-                }),
-                expiration_seconds: i64::try_from(args.lifetime.as_secs()).ok(),
-            }),
-            ..Default::default()
-        };
+        let request = token::bound_request(secret, uid, &args.audiences, args.lifetime);
         let accounts: Api<ServiceAccount> = self.cluster.namespaced();
         let what = format!("a token of ServiceAccount {}/{account}", self.cluster.namespace);
         let answer = accounts.create_token_request(&account, &PostParams::default(), &request).await;

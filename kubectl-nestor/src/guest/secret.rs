@@ -5,13 +5,13 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
 use kube::api::ObjectMeta;
+use kube_kit::token::{KEY, of_secret};
 
 use super::MANAGEMENT;
 use crate::clusters::Cluster;
 use crate::error::Error;
 
-/// Names in the management cluster's and the guest's Secret.
-pub(super) const TOKEN: &str = "token";
+/// Key of the CA certificate in the guest's Secret, and in the ConfigMap.
 const CA: &str = "ca.crt";
 /// The ConfigMap with the CA certificate of the API server, in every namespace.
 const ROOT_CA: &str = "kube-root-ca.crt";
@@ -42,18 +42,12 @@ pub(super) async fn token(
     let secret = secrets.get_opt(&name).await;
     let secret =
         secret.map_err(|error| Error::request(MANAGEMENT, format!("Secret {namespace}/{name}"), &error))?;
-    Ok(secret.and_then(|secret| value(&secret, TOKEN)).filter(|token| !token.is_empty()))
-}
-
-/// A value of a Secret.
-pub(super) fn value(secret: &Secret, key: &str) -> Option<String> {
-    let ByteString(bytes) = secret.data.as_ref()?.get(key)?;
-    String::from_utf8(bytes.clone()).ok()
+    Ok(secret.and_then(|secret| of_secret(&secret, KEY)).filter(|token| !token.is_empty()))
 }
 
 /// The Secret of the guest.
 pub(super) fn of_guest(place: &Place<'_>, token: &str, ca: &str) -> Secret {
-    let data = [(TOKEN, token), (CA, ca)];
+    let data = [(KEY, token), (CA, ca)];
     Secret {
         metadata: ObjectMeta {
             name: Some(place.name.to_owned()),

@@ -11,20 +11,17 @@ use std::time::Duration;
 use crds::names::{LABEL_GUEST_ACCOUNT, credential_secret};
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
-use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
 use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt};
 use kube_kit::client::chain;
-use kube_kit::token::Claims;
+use kube_kit::token::{self, Claims};
 use process_kit::duration;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 /// Interval between two checks of all tokens.
 const INTERVAL: Duration = Duration::from_secs(15);
-/// The key of the token in the Secret.
-const TOKEN: &str = "token";
 
 /// Flags of the guests' tokens.
 #[derive(Debug, Clone, clap::Args)]
@@ -114,14 +111,13 @@ impl GuestCredentials {
         let secret = secrets.get_opt(&name).await.map_err(|error| RenewError::Read(shown.clone(), error))?;
         let Some(secret) = secret else { return Ok(()) };
         let uid = secret.uid().unwrap_or_default();
-        let data = secret.data.as_ref().and_then(|data| data.get(TOKEN));
-        let claims = data.and_then(|ByteString(bytes)| Claims::of(std::str::from_utf8(bytes).ok()?));
+        let claims = token::of_secret(&secret, token::KEY).and_then(|token| Claims::of(&token));
         if !decide::is_due(claims.as_ref(), &uid, Timestamp::now().as_second()) {
             return Ok(());
         }
         let token = self.token(namespace, account, &name, &uid).await?;
         // With its UID: a token of this Secret is worth nothing in another one with its name.
-        let patch = json!({"metadata": {"uid": uid}, "data": {TOKEN: ByteString(token.into_bytes())}});
+        let patch = json!({"metadata": {"uid": uid}, "data": {token::KEY: ByteString(token.into_bytes())}});
         let patched = secrets.patch_metadata(&name, &PatchParams::default(), &Patch::Merge(&patch)).await;
         patched.map_err(|error| RenewError::Write(shown.clone(), error))?;
         tracing::info!(account, namespace, secret = name, "renewed the guest's token");
@@ -137,20 +133,8 @@ impl GuestCredentials {
         uid: &str,
     ) -> Result<String, RenewError> {
         let shown = format!("{namespace}/{account}");
-        let audiences = self.args.guest_token_audiences.clone();
-        let request = TokenRequest {
-            spec: Some(TokenRequestSpec {
-                audiences: (!audiences.is_empty()).then_some(audiences),
-                bound_object_ref: Some(BoundObjectReference {
-                    api_version: Some("v1".to_owned()),
-                    kind: Some("Secret".to_owned()),
-                    name: Some(secret.to_owned()),
-                    uid: Some(uid.to_owned()),
-                }),
-                expiration_seconds: i64::try_from(self.args.guest_token_lifetime.as_secs()).ok(),
-            }),
-            ..Default::default()
-        };
+        let (audiences, lifetime) = (&self.args.guest_token_audiences, self.args.guest_token_lifetime);
+        let request = token::bound_request(secret, Some(uid.to_owned()), audiences, lifetime);
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
         let answer = accounts.create_token_request(account, &PostParams::default(), &request).await;
         let answer = answer.map_err(|error| RenewError::Token(shown.clone(), error))?;

@@ -12,10 +12,10 @@ use crate::lists::read;
 
 /// The account of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Account {
-    pub(super) name: String,
-    pub(super) namespace: String,
-    pub(super) cluster_id: String,
+pub(crate) struct Account {
+    pub(crate) name: String,
+    pub(crate) namespace: String,
+    pub(crate) cluster_id: String,
     /// Namespace of the mgmt-csi that renews its token.
     pub(super) system_namespace: String,
     /// Value of the label `app.kubernetes.io/managed-by`.
@@ -23,7 +23,7 @@ pub(super) struct Account {
 }
 
 /// The accounts of all guests.
-pub(super) async fn list(cluster: &Cluster) -> Result<Vec<Account>, Error> {
+pub(crate) async fn list(cluster: &Cluster) -> Result<Vec<Account>, Error> {
     let all: Vec<ServiceAccount> =
         read::list(cluster, cluster.all(), "ServiceAccounts", Some(LABEL_CLUSTER_ID)).await?;
     Ok(all.iter().filter_map(Account::of).collect())

@@ -1,7 +1,7 @@
 //! `kubectl nestor guest`: guests in the management cluster. What is applied, and what blocks a removal, is decided in `objects` and
 //! `blockers`, without I/O.
 
-mod accounts;
+pub(crate) mod accounts;
 pub mod add;
 mod api;
 mod blockers;

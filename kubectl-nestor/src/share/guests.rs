@@ -4,12 +4,11 @@
 use std::collections::BTreeSet;
 
 use crds::names::{ClusterId, LABEL_CLUSTER_ID};
-use k8s_openapi::api::core::v1::ServiceAccount;
-use kube::ResourceExt;
 
 use crate::clusters::Cluster;
 use crate::error::Error;
-use crate::lists::read::{labelled_machines, list};
+use crate::guest::accounts::{self, Account};
+use crate::lists::read::labelled_machines;
 
 /// The guest that a volume is shared with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +30,7 @@ struct Known {
 
 /// Finds the guest with this cluster ID or name of its ServiceAccount. `namespace` overrides what the cluster shows.
 pub(super) async fn find(cluster: &Cluster, text: &str, namespace: Option<&str>) -> Result<Guest, Error> {
-    let accounts = accounts(cluster).await?;
+    let accounts = known_accounts(cluster).await?;
     if accounts.iter().any(|account| account.is(text)) || namespace.is_some() {
         return choose(text, namespace, &accounts).map_err(Error::Refused);
     }
@@ -45,12 +44,12 @@ impl Known {
     }
 }
 
-async fn accounts(cluster: &Cluster) -> Result<Vec<Known>, Error> {
-    let accounts: Vec<ServiceAccount> =
-        list(cluster, cluster.all(), "ServiceAccounts", Some(LABEL_CLUSTER_ID)).await?;
-    let known = accounts.iter().filter_map(|account| {
-        let id = account.labels().get(LABEL_CLUSTER_ID)?.clone();
-        Some(Known { id, namespace: account.namespace()?, account: Some(account.name_any()) })
+async fn known_accounts(cluster: &Cluster) -> Result<Vec<Known>, Error> {
+    let accounts = accounts::list(cluster).await?.into_iter();
+    let known = accounts.map(|Account { name, namespace, cluster_id, .. }| Known {
+        id: cluster_id,
+        namespace,
+        account: Some(name),
     });
     Ok(known.collect())
 }

@@ -31,7 +31,7 @@ use crate::cluster::Cluster;
 use crate::controller::Controller;
 use crate::controller::limits::DefaultLimits;
 use crate::guest_credentials::{GuestCredentialArgs, GuestCredentials};
-use crate::infra::{Certificates, Rest, StorageInfra, monitor, subscribe};
+use crate::infra::{Certificates, InfraEvent, Rest, StorageInfra, monitor, subscribe};
 use crate::ownership;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
@@ -68,6 +68,9 @@ pub struct Args {
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
+
+/// What a component does on an event of the infra.
+type OnInfraEvent = Box<dyn Fn(InfraEvent<'_>)>;
 
 /// Runs the driver until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
@@ -119,14 +122,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let on_infra_event = (
-        claims.on_infra_event(),
-        repair.on_infra_event(),
-        attach.on_infra_event(),
-        capacity.on_infra_event(),
-        budgets.on_infra_event(),
-        owners.on_infra_event(),
-    );
+    let on_infra_event: [OnInfraEvent; 6] = [
+        Box::new(claims.on_infra_event()),
+        Box::new(repair.on_infra_event()),
+        Box::new(attach.on_infra_event()),
+        Box::new(capacity.on_infra_event()),
+        Box::new(budgets.on_infra_event()),
+        Box::new(owners.on_infra_event()),
+    ];
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
             return;
@@ -162,14 +165,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let conditions = claims.refresh_conditions(infra.clone(), stop.clone());
         let events = subscribe(
             infra.clone(),
-            |event| {
-                on_infra_event.0(event);
-                on_infra_event.1(event);
-                on_infra_event.2(event);
-                on_infra_event.3(event);
-                on_infra_event.4(event);
-                on_infra_event.5(event);
-            },
+            |event| on_infra_event.iter().for_each(|handle| handle(event)),
             stop.clone(),
         );
         // `biased` polls this last, once each of the others has started.

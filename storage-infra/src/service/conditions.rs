@@ -19,12 +19,20 @@ pub(super) struct Conditions {
 #[derive(Default)]
 struct KnownErrors {
     pools: HashMap<PoolName, String>,
-    volumes: HashMap<VolumeId, String>,
+    volumes: HashMap<VolumeId, DataError>,
     /// Disks that disappeared from a running VM.
     lost: HashMap<AttachmentId, (VolumeId, String)>,
     unexpected_disks: Vec<(VolumeId, UnexpectedDisk)>,
     /// By hypervisor: volumes that got no space, so that their VM is paused.
     paused: HashMap<String, HashMap<VolumeId, String>>,
+}
+
+/// Why a volume's data is not available.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct DataError {
+    /// The pool or the volume's file.
+    pub(super) cause: ConditionCause,
+    pub(super) message: String,
 }
 
 /// A disk of a volume in a VM without an attachment of that volume to that node.
@@ -44,7 +52,7 @@ pub(super) struct ChangedErrors {
 }
 
 /// Keys whose error differs between two maps.
-fn changed<K: Hash + Eq + Clone>(before: &HashMap<K, String>, now: &HashMap<K, String>) -> Vec<K> {
+fn changed<K: Hash + Eq + Clone, E: PartialEq>(before: &HashMap<K, E>, now: &HashMap<K, E>) -> Vec<K> {
     let differs = |key: &&K| before.get(*key) != now.get(*key);
     before
         .keys()
@@ -74,7 +82,7 @@ impl Conditions {
     }
 
     /// These volumes as far as their file or pool has a known error, with the error.
-    pub(super) fn volume_errors(&self, volumes: Vec<VolumeId>) -> Vec<(VolumeId, String)> {
+    pub(super) fn volume_errors(&self, volumes: Vec<VolumeId>) -> Vec<(VolumeId, DataError)> {
         let known = self.known();
         volumes.into_iter().filter_map(|id| known.volumes.get(&id).cloned().map(|why| (id, why))).collect()
     }
@@ -82,12 +90,7 @@ impl Conditions {
     /// A volume's condition: whether its data is available.
     pub(super) fn of(&self, id: &VolumeId) -> Condition {
         let errors = self.known();
-        // The error of a pool is that of all its volumes.
-        let of_pool = |message: &String| errors.pools.values().any(|why| message.ends_with(why.as_str()));
-        let data = errors.volumes.get(id).map(|message| match of_pool(message) {
-            true => (ConditionCause::Pool, message),
-            false => (ConditionCause::File, message),
-        });
+        let data = errors.volumes.get(id).map(|error| (error.cause, &error.message));
         let paused = || Some((ConditionCause::Paused, errors.paused.values().find_map(|all| all.get(id))?));
         let lost = || {
             let (_, message) = errors.lost.values().find(|(volume, _)| volume == id)?;
@@ -126,16 +129,16 @@ impl Conditions {
     pub(super) fn set_paused_volumes(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
         let before = self.known().paused.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
         for volume in changed(&before, &volumes) {
-            log_volume(&volume, volumes.get(&volume));
+            log_volume(&volume, volumes.get(&volume).map(String::as_str));
             self.core.emit(EventKind::Volume, volume, Change::Updated);
         }
     }
 
-    /// Replaces the errors of pools, and those of volumes by their files. The caller publishes the changes.
+    /// Replaces the errors of pools and of volumes' data. The caller publishes the changes.
     pub(super) fn replace(
         &self,
         pools: HashMap<PoolName, String>,
-        volumes: HashMap<VolumeId, String>,
+        volumes: HashMap<VolumeId, DataError>,
     ) -> ChangedErrors {
         let mut errors = self.known();
         let changed_pools = changed(&errors.pools, &pools);
@@ -148,7 +151,7 @@ impl Conditions {
         }
         // The pool's message covers all its volumes.
         for volume in changed_volumes.iter().filter(|_| changed_pools.is_empty()) {
-            log_volume(volume, volumes.get(volume));
+            log_volume(volume, volumes.get(volume).map(|error| error.message.as_str()));
         }
         errors.pools = pools;
         errors.volumes = volumes;
@@ -181,7 +184,7 @@ impl Conditions {
     }
 }
 
-fn log_volume(volume: &VolumeId, error: Option<&String>) {
+fn log_volume(volume: &VolumeId, error: Option<&str>) {
     match error {
         Some(why) => tracing::error!(%volume, %why, "the volume is abnormal"),
         None => tracing::info!(%volume, "the volume is normal again"),

@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use infra_api::{Change, EventKind, PoolName, VolumeId, VolumeState};
+use infra_api::{Change, ConditionCause, EventKind, PoolName, VolumeId, VolumeState};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::catalog::PoolRow;
 use crate::engine::{EngineError, Object};
 use crate::service::attachments::Retries;
-use crate::service::conditions::Conditions;
+use crate::service::conditions::{Conditions, DataError};
 use crate::service::core::Core;
 use crate::service::pools::Engines;
 use crate::service::problems::Result;
@@ -106,7 +106,8 @@ impl PoolMonitor {
                 Some(Err(why)) => {
                     let message = format!("the pool {} is not healthy: {why}", pool.name);
                     unhealthy.insert(pool.name.clone(), why);
-                    volumes.into_iter().map(|volume| (volume, message.clone())).collect()
+                    let error = DataError { cause: ConditionCause::Pool, message };
+                    volumes.into_iter().map(|volume| (volume, error.clone())).collect()
                 }
                 // Late: keep the known state.
                 None => {
@@ -133,7 +134,7 @@ impl PoolMonitor {
         &self,
         pool: &PoolRow,
         missing: HashSet<Object>,
-    ) -> Result<Vec<(VolumeId, String)>> {
+    ) -> Result<Vec<(VolumeId, DataError)>> {
         if missing.is_empty() {
             return Ok(Vec::new());
         }
@@ -149,7 +150,7 @@ impl PoolMonitor {
                             "the file of volume {id} is missing from {}, the directory of pool {}",
                             pool.spec.path, pool.name
                         );
-                        found.push((id, message));
+                        found.push((id, DataError { cause: ConditionCause::File, message }));
                     }
                 }
                 Ok(found)
@@ -158,7 +159,7 @@ impl PoolMonitor {
     }
 
     /// Replaces the known errors, and publishes what changed.
-    fn set_errors(&self, pools: HashMap<PoolName, String>, volumes: HashMap<VolumeId, String>) {
+    fn set_errors(&self, pools: HashMap<PoolName, String>, volumes: HashMap<VolumeId, DataError>) {
         let changed = self.conditions.replace(pools, volumes);
         for pool in changed.pools {
             self.core.emit(EventKind::Pool, pool, Change::Updated);

@@ -3,7 +3,7 @@
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kube::CustomResource;
+use kube::{CustomResource, ResourceExt};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +53,18 @@ pub struct StorageBudgetSpec {
     /// Limits per StorageClass of the management cluster.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<ClassBudget>,
+}
+
+impl StorageBudget {
+    /// Of several objects of one guest, the one with the least precedence applies: the oldest.
+    pub fn precedence(&self) -> impl Ord + use<> {
+        (self.creation_timestamp(), self.name_any())
+    }
+
+    /// The condition `Applied`; None before mgmt-csi has seen the object.
+    pub fn applied(&self) -> Option<&Condition> {
+        self.status.as_ref()?.conditions.iter().find(|one| one.type_ == "Applied")
+    }
 }
 
 /// Limits for one StorageClass.

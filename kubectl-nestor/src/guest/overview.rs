@@ -65,8 +65,7 @@ impl Budget {
     fn of(object: &StorageBudget) -> Self {
         let (spec, status) = (&object.spec, object.status.as_ref());
         let used = status.and_then(|status| status.used.as_ref());
-        let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let applied = conditions.iter().find(|one| one.type_ == "Applied");
+        let applied = object.applied();
         Self {
             name: object.name_any(),
             used_bytes: used.map(|used| used.bytes.0.clone()),
@@ -135,10 +134,7 @@ impl Objects {
     /// The oldest StorageBudget of a guest, which applies.
     fn budget(&self, cluster_id: &str) -> Option<Budget> {
         let own = self.budgets.iter().filter(|budget| budget.spec.cluster_id == cluster_id);
-        let oldest = own.min_by_key(|budget| {
-            (budget.metadata.creation_timestamp.as_ref().map(|time| time.0), budget.name_any())
-        });
-        oldest.map(Budget::of)
+        own.min_by_key(|budget| budget.precedence()).map(Budget::of)
     }
 }
 

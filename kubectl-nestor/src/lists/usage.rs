@@ -83,8 +83,7 @@ fn rows(budgets: &[StorageBudget], volumes: &[PersistentVolume]) -> Vec<Usage> {
 fn of_budget(object: &StorageBudget) -> Vec<Usage> {
     let (spec, status) = (&object.spec, object.status.as_ref());
     let used = status.and_then(|status| status.used.as_ref());
-    let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
-    let applied = conditions.iter().find(|one| one.type_ == "Applied").map(|one| one.status == "True");
+    let applied = object.applied().map(|one| one.status == "True");
     let total = Usage {
         guest: spec.cluster_id.clone(),
         used_bytes: used.and_then(|used| quantity::value(&used.bytes)),

@@ -23,7 +23,7 @@ pub(super) enum Verdict {
 /// The verdict about each object. Of several objects of one guest, the oldest counts.
 pub(super) fn verdicts(objects: &[Arc<StorageBudget>]) -> Vec<(&StorageBudget, Verdict)> {
     let mut sorted: Vec<&StorageBudget> = objects.iter().map(|object| &**object).collect();
-    sorted.sort_by_key(|object| (object.creation_timestamp(), object.name_any()));
+    sorted.sort_by_key(|object| object.precedence());
     let mut oldest: BTreeMap<&str, &StorageBudget> = BTreeMap::new();
     let verdict = |object: &StorageBudget, oldest: &StorageBudget| {
         if oldest.name_any() != object.name_any() {

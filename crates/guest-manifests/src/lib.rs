@@ -6,6 +6,16 @@ const ACCOUNT: &str = include_str!("../../../charts/nestor-management/files/gues
 /// Admission policies and their bindings.
 const ADMISSION: &str = include_str!("../../../charts/nestor-management/files/admission.yaml");
 
+/// Subject of the admission policy that contains the classes.
+pub const CLAIMS: &str = "claims";
+/// Subjects of the admission policies.
+pub const POLICIES: [&str; 5] = [CLAIMS, "classes", "snapshots", "vms", "events"];
+
+/// Name of the admission policy of an account about a subject.
+pub fn policy(subject: &str, account: &str, namespace: &str) -> String {
+    format!("{subject}.{account}.{namespace}.nestor.dev")
+}
+
 /// What the placeholders of the files stand for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Guest {
@@ -34,11 +44,6 @@ impl Guest {
     /// YAML documents: admission policies and their bindings.
     pub fn admission_policies(&self) -> String {
         self.fill(ADMISSION)
-    }
-
-    /// Name of the admission policy of claims, which contains the classes.
-    pub fn claims_policy(&self) -> String {
-        format!("claims.{}.{}.nestor.dev", self.account, self.namespace)
     }
 
     fn fill(&self, file: &str) -> String {
@@ -100,7 +105,12 @@ mod tests {
         assert!(
             account.contains("nestor.dev/cluster-id: \"id-1\"") && account.contains("[\"shop-cluster\"]")
         );
-        assert!(guest.admission_policies().contains(&guest.claims_policy()));
+        let policies = guest.admission_policies();
+        for subject in POLICIES {
+            let name = format!("\n  name: {}\n", policy(subject, &guest.account, &guest.namespace));
+            assert_eq!(policies.matches(&name).count(), 2, "the policy of {subject} and its binding");
+        }
+        assert_eq!(policies.matches("kind: ValidatingAdmissionPolicy\n").count(), POLICIES.len());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use crds::StorageBudget;
 use crds::names::{ClusterId, credential_secret};
-use guest_manifests::Guest;
+use guest_manifests::{CLAIMS, Guest, policy};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::ResourceExt;
 use kube::api::DynamicObject;
@@ -223,7 +223,8 @@ async fn manifests(
         system_namespace: args.system_namespace.clone(),
     };
     if guest.classes.is_empty() && !args.all_classes {
-        let allowed = present::allowed_classes(cluster, &guest.claims_policy()).await?;
+        let allowed =
+            present::allowed_classes(cluster, &policy(CLAIMS, &guest.account, &guest.namespace)).await?;
         guest.classes = allowed.unwrap_or_default();
     }
     Ok(guest)

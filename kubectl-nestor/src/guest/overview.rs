@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crds::names::LABEL_CLUSTER_ID;
 use crds::{StorageBudget, VirtualMachine};
+use guest_manifests::{CLAIMS, POLICIES};
 use jiff::Timestamp;
 use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicy;
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
@@ -16,9 +17,6 @@ use super::{present, secret};
 use crate::clusters::Cluster;
 use crate::error::Error;
 use crate::lists::read;
-
-/// Subjects of the admission policies of a guest: `SUBJECT.ACCOUNT.NAMESPACE.nestor.dev`.
-const POLICIES: [&str; 4] = ["claims", "snapshots", "vms", "events"];
 
 /// A guest.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -110,13 +108,13 @@ impl Objects {
         let vms =
             self.vms.iter().filter(|one| one.labels().get(LABEL_CLUSTER_ID).is_some_and(|one| one == id));
         let volumes: Vec<_> = self.volumes.iter().filter(|one| read::guest_of(one) == Some(id)).collect();
-        let policy = |subject: &str| format!("{subject}.{}.{}.nestor.dev", account.name, account.namespace);
+        let policy = |subject: &str| guest_manifests::policy(subject, &account.name, &account.namespace);
         Guest {
             name: account.name.clone(),
             namespace: account.namespace.clone(),
             cluster_id: id.to_owned(),
             managed_by: account.managed_by.clone(),
-            classes: self.policies.get(&policy(POLICIES[0])).and_then(present::classes_of),
+            classes: self.policies.get(&policy(CLAIMS)).and_then(present::classes_of),
             budget: self.budget(id),
             claims: claims.count(),
             released: volumes.iter().filter(|volume| is_released(volume)).count(),
@@ -254,7 +252,7 @@ mod tests {
         assert_eq!(guest.classes, Some(vec!["gold".to_owned()]));
         let budget = guest.budget.unwrap();
         assert_eq!((budget.name.as_str(), budget.used_bytes.as_deref()), ("old", Some("5Gi")));
-        assert_eq!(guest.missing_policies.len(), 3);
+        assert_eq!(guest.missing_policies.len(), 4);
     }
 
     #[test]

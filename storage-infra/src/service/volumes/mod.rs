@@ -11,7 +11,7 @@ mod size;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use infra_api::{List, ObjectKind, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
+use infra_api::{Change, EventKind, List, ObjectKind, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
 
 use super::attachments::UnexpectedDisks;
 use super::conditions::Conditions;
@@ -22,7 +22,7 @@ use super::lookups::pool_of;
 use super::pools::{Engines, PoolCapacity};
 use super::problems::{Failure, Result};
 use super::records::Records;
-use crate::catalog::{AttachmentRow, VolumeRow};
+use crate::catalog::{AttachmentRow, Tx, VolumeRow};
 use crate::engine::Object;
 
 /// Maximum number of volumes in one page of a list.
@@ -59,6 +59,18 @@ impl VolumeChanges {
         volumes: Arc<Volumes>,
     ) -> Self {
         Self { core, engines, capacity, disks, records, volumes }
+    }
+
+    /// Changes the row of a volume, and publishes it if `change` says that it changed. The caller has the volume's lock.
+    async fn change_row<F>(&self, id: &VolumeId, change: F) -> Result<()>
+    where
+        F: FnOnce(&Tx<'_>) -> Result<bool> + Send + 'static,
+    {
+        if self.core.catalog().run(change).await? {
+            self.core.emit(EventKind::Volume, id, Change::Updated);
+            self.records.update_soon(id);
+        }
+        Ok(())
     }
 }
 

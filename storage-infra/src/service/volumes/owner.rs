@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, ObjectKind, Owner, Problem, Volume, VolumeId};
+use infra_api::{ObjectKind, Owner, Problem, Volume, VolumeId};
 
 use super::VolumeChanges;
+use crate::catalog::Tx;
 use crate::service::problems::{Failure, Result};
 
 impl VolumeChanges {
@@ -17,23 +18,16 @@ impl VolumeChanges {
                 // An expansion in progress was checked against the present owner's budget.
                 let _lock = changes.core.lock_volume(&id).await;
                 let name = id.clone();
-                let changed = changes
-                    .core
-                    .catalog()
-                    .run(move |tx| -> Result<_> {
-                        let row =
-                            tx.volume(&name)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &name))?;
-                        let changed = row.owner != owner;
-                        if changed {
-                            tx.set_owner(&name, &owner)?;
-                        }
-                        Ok(changed)
-                    })
-                    .await?;
-                if changed {
-                    changes.core.emit(EventKind::Volume, &id, Change::Updated);
-                    changes.records.update_soon(&id);
-                }
+                let set = move |tx: &Tx<'_>| -> Result<_> {
+                    let row =
+                        tx.volume(&name)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &name))?;
+                    let changed = row.owner != owner;
+                    if changed {
+                        tx.set_owner(&name, &owner)?;
+                    }
+                    Ok(changed)
+                };
+                changes.change_row(&id, set).await?;
                 changes.volumes.get(&id).await
             })
             .await

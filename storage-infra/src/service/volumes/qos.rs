@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
+use infra_api::{ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
 
 use super::VolumeChanges;
+use crate::catalog::Tx;
 use crate::service::lookups::ready_volume;
 use crate::service::problems::{Failure, Result};
 
@@ -36,22 +37,15 @@ impl VolumeChanges {
             .run_to_completion(async move {
                 let _lock = changes.core.lock_volume(&id).await;
                 let name = id.clone();
-                let changed = changes
-                    .core
-                    .catalog()
-                    .run(move |tx| -> Result<_> {
-                        let row = ready_volume(tx, &name)?;
-                        let changed = row.qos != qos;
-                        if changed {
-                            tx.begin_qos(&name, &qos)?;
-                        }
-                        Ok(changed)
-                    })
-                    .await?;
-                if changed {
-                    changes.core.emit(EventKind::Volume, &id, Change::Updated);
-                    changes.records.update_soon(&id);
-                }
+                let set = move |tx: &Tx<'_>| -> Result<_> {
+                    let row = ready_volume(tx, &name)?;
+                    let changed = row.qos != qos;
+                    if changed {
+                        tx.begin_qos(&name, &qos)?;
+                    }
+                    Ok(changed)
+                };
+                changes.change_row(&id, set).await?;
                 changes.finish_qos(&id).await?;
                 changes.volumes.get(&id).await
             })

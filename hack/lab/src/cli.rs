@@ -16,6 +16,7 @@ use crate::session::{After, interrupted, with_any_lab, with_lab};
 use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
+use crate::vm::network;
 use crate::{advisories, generate, images, package, release, verbs, verify};
 
 /// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
@@ -108,6 +109,9 @@ enum Verb {
         /// Clone of the RustSec advisory database.
         clone: PathBuf,
     },
+    /// Forward connections between the host and the network of the virtual machines. A component of a lab.
+    #[command(hide = true)]
+    VmNetwork(network::ForwardOptions),
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
         /// Name of the bench. `help` lists them.
@@ -142,6 +146,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Release(options) => release::release(&ui, &options).await.map(|()| ExitCode::SUCCESS),
         Verb::Generate => generate::generate(&ui).await.map(|()| ExitCode::SUCCESS),
         Verb::Advisory { clone } => renew_advisories(&clone).await,
+        Verb::VmNetwork(options) => network::forward(&options).await.map(|()| ExitCode::SUCCESS),
         Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
     }
 }

@@ -39,6 +39,7 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         // Once libvirt has stopped, no VM can start.
         note(stop_components(run, &state).await);
         note(stop_vms(run, &state).await);
+        note(vm::network::remove(run).await);
         // Loop devices over volumes in the pools are detached before the pools are unmounted.
         let pools = run.path("pools");
         note(unmount_all(run.dir(), |point| !point.starts_with(&pools)).await);

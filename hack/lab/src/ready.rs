@@ -14,8 +14,9 @@ pub enum Ready {
     Http {
         /// The URL.
         url: String,
-        /// The authority to trust, for https.
-        ca: Option<PathBuf>,
+        /// Files for https.
+        #[serde(default)]
+        tls: Option<Tls>,
     },
     /// A Unix socket accepts connections.
     Socket(PathBuf),
@@ -23,15 +24,30 @@ pub enum Ready {
     All(Vec<Ready>),
 }
 
+/// Files of a TLS client.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Tls {
+    /// The certificate of the authority to trust.
+    pub ca: PathBuf,
+    /// Certificate and key of the client, for servers that ask for them.
+    #[serde(default)]
+    pub client: Option<[PathBuf; 2]>,
+}
+
 impl Ready {
     /// Plain HTTP on a local port.
     pub fn http(port: u16, path: &str) -> Self {
-        Self::Http { url: format!("http://127.0.0.1:{port}{path}"), ca: None }
+        Self::Http { url: format!("http://127.0.0.1:{port}{path}"), tls: None }
     }
 
     /// HTTPS on a local port.
     pub fn https(port: u16, path: &str, ca: &Path) -> Self {
-        Self::Http { url: format!("https://127.0.0.1:{port}{path}"), ca: Some(ca.to_owned()) }
+        Self::tls(port, path, Tls { ca: ca.to_owned(), client: None })
+    }
+
+    /// HTTPS on a local port, with the files of the client.
+    pub fn tls(port: u16, path: &str, tls: Tls) -> Self {
+        Self::Http { url: format!("https://127.0.0.1:{port}{path}"), tls: Some(tls) }
     }
 
     /// The Unix sockets in the condition.
@@ -55,7 +71,7 @@ impl Ready {
     /// Checks the condition. The error is the reason why the component is not ready.
     pub async fn check(&self) -> Result<(), String> {
         match self {
-            Self::Http { url, ca } => get(url, ca.as_deref()).await.map(drop),
+            Self::Http { url, tls } => get(url, tls.as_ref()).await.map(drop),
             Self::Socket(path) => match UnixStream::connect(path).await {
                 Ok(_) => Ok(()),
                 Err(error) => Err(format!("{}: {error}", path.display())),
@@ -70,14 +86,21 @@ impl Ready {
     }
 }
 
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))
+}
+
 /// The body of a GET request; an error unless the status is 200.
-pub async fn get(url: &str, ca: Option<&Path>) -> Result<String, String> {
+pub async fn get(url: &str, tls: Option<&Tls>) -> Result<String, String> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let fail = |error: reqwest::Error| kube_kit::client::chain(&error.without_url());
     let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30));
-    if let Some(path) = ca {
-        let pem = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        builder = builder.tls_certs_only([reqwest::Certificate::from_pem(&pem).map_err(fail)?]);
+    if let Some(Tls { ca, client }) = tls {
+        builder = builder.tls_certs_only([reqwest::Certificate::from_pem(&read(ca)?).map_err(fail)?]);
+        if let Some([certificate, key]) = client {
+            let pem = [read(certificate)?, read(key)?].concat();
+            builder = builder.identity(reqwest::Identity::from_pem(&pem).map_err(fail)?);
+        }
     }
     let answer = builder.build().map_err(fail)?.get(url).send().await;
     let answer = answer.map_err(|error| format!("{url}: {}", fail(error)))?;

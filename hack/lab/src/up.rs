@@ -220,6 +220,7 @@ async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Opti
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
     let pools = infra::mount_pools(run).await?;
+    vm::network::create(run).await?;
     libvirtd::start(ui, run).await?;
     step.done();
     let plugin = built.binaries.join("gc-csi-node");
@@ -235,7 +236,22 @@ async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Opti
     let step = ui.step("storage infra");
     infra::start(run, &built.binaries, pools).await?;
     step.done();
-    Ok(())
+    connect_vms(run, plan).await
+}
+
+/// Connects the VMs with the API server of their cluster and the host with their kubelets; in pods, Nestor also needs the
+/// management cluster and the storage infra.
+async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
+    if plan.vms.is_empty() {
+        return Ok(());
+    }
+    let mut to_host: Vec<u16> = plan.guests.iter().map(|guest| guest.plane.api_port()).collect();
+    if plan.vms.iter().any(|(_, machine)| machine.guest == MANAGEMENT) {
+        let infra = run.state()?.infra.context("no storage infra")?;
+        to_host.extend([plan.management.api_port(), infra.port()?]);
+    }
+    let to_vms: Vec<u16> = plan.vms.iter().map(|(_, machine)| machine.kubelet_port).collect();
+    vm::network::start(run, &to_host, &to_vms).await
 }
 
 async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {

@@ -22,13 +22,18 @@ fn attempt(name: &'static str, act: VmAct, expected: Outcome) -> Attempt<VmAct> 
 
 pub(super) fn attempts() -> Vec<Attempt<VmAct>> {
     vec![
-        attempt("call the storage infra without a client certificate", |pods| Box::pin(infra(pods)), TLS),
-        attempt("read etcd of the management cluster", |pods| Box::pin(etcd(pods)), TLS),
-        attempt("call the management API without a credential", |pods| Box::pin(management_api(pods)), TLS),
+        attempt("connect to the storage infra", |pods| Box::pin(infra(pods)), NETWORK),
+        attempt("connect to etcd of the management cluster", |pods| Box::pin(etcd(pods)), NETWORK),
+        attempt("connect to the management API", |pods| Box::pin(management_api(pods)), NETWORK),
         attempt("call the kubelet of another VM", |pods| Box::pin(kubelet(pods)), TLS),
         attempt(
-            "call libvirt over TCP",
-            |pods| Box::pin(connect(pods, By::Network, &[(HOST, 16509), (HOST, 16514)])),
+            "connect to libvirt",
+            |pods| Box::pin(connect(pods, &[(HOST, 16509), (HOST, 16514)])),
+            NETWORK,
+        ),
+        attempt(
+            "connect to the metadata service of a cloud",
+            |pods| Box::pin(connect(pods, &[("169.254.169.254", 80)])),
             NETWORK,
         ),
         attempt("find the disk of another VM", |pods| Box::pin(find_the_disk(pods)), Refused(By::Hypervisor)),
@@ -52,17 +57,17 @@ async fn run(pods: &PodScenario, by: By, script: &str) -> Result<Seen> {
 }
 
 /// Sends an HTTP request to the host without TLS. Only a success counts as an answer.
-async fn call(pods: &PodScenario, by: By, port: u16, path: &str) -> Result<Seen> {
+async fn call(pods: &PodScenario, port: u16, path: &str) -> Result<Seen> {
     let script = format!(
         "answer=$(printf 'GET {path} HTTP/1.0\\r\\n\\r\\n' | timeout 20 nc -w 10 {HOST} {port} 2>&1 \
          | head -c 400 | tr -cd '[:print:]')
          case \"$answer\" in HTTP/1.?' 2'[0-9][0-9]*) echo \"$answer\" ;; *) echo refused ;; esac"
     );
-    run(pods, by, &script).await
+    run(pods, By::Tls, &script).await
 }
 
 /// Connects to ports. nc ends with 1 if it cannot connect; otherwise it is ended after a moment.
-async fn connect(pods: &PodScenario, by: By, targets: &[(&str, u16)]) -> Result<Seen> {
+async fn connect(pods: &PodScenario, targets: &[(&str, u16)]) -> Result<Seen> {
     let tries = targets.iter().map(|(host, port)| {
         format!(
             "code=0; timeout 20 nc -w 10 {host} {port} </dev/null || code=$?
@@ -70,22 +75,29 @@ async fn connect(pods: &PodScenario, by: By, targets: &[(&str, u16)]) -> Result<
         )
     });
     let script: String = tries.collect();
-    run(pods, by, &format!("{script}echo refused")).await
+    run(pods, By::Network, &format!("{script}echo refused")).await
+}
+
+/// Connects to a port of the host, which serves it on its loopback address.
+async fn connect_to_host(pods: &PodScenario, port: u16) -> Result<Seen> {
+    let here = (std::net::Ipv4Addr::LOCALHOST, port);
+    tokio::net::TcpStream::connect(here).await.with_context(|| format!("nothing serves port {port}"))?;
+    connect(pods, &[(HOST, port)]).await
 }
 
 async fn infra(pods: &PodScenario) -> Result<Seen> {
     let infra = pods.scenario().lab.state().infra.as_ref().context("the lab has no storage infra")?;
-    call(pods, By::Tls, port(&infra.url)?, "/v1/volumes").await
+    connect_to_host(pods, infra.port()?).await
 }
 
 async fn management_api(pods: &PodScenario) -> Result<Seen> {
     let cluster = pods.scenario().lab.state().management.as_ref().context("no management cluster")?;
-    call(pods, By::Tls, port(&cluster.server)?, "/api").await
+    connect_to_host(pods, port(&cluster.server)?).await
 }
 
 async fn kubelet(pods: &PodScenario) -> Result<Seen> {
     let vm = pods.scenario().lab.state().vms.get(&pods.second_node).context("no such VM")?;
-    call(pods, By::Tls, vm.kubelet_port, "/pods").await
+    call(pods, vm.kubelet_port, "/pods").await
 }
 
 async fn etcd(pods: &PodScenario) -> Result<Seen> {
@@ -93,7 +105,7 @@ async fn etcd(pods: &PodScenario) -> Result<Seen> {
     let cluster = &state.management.as_ref().context("no management cluster")?.name;
     let etcd = state.components.get(&format!("{cluster}-etcd")).context("no etcd")?;
     let flag = etcd.argv.iter().find_map(|argument| argument.strip_prefix("--listen-client-urls="));
-    call(pods, By::Tls, port(flag.context("etcd has no client URL")?)?, "/version").await
+    connect_to_host(pods, port(flag.context("etcd has no client URL")?)?).await
 }
 
 /// Looks for a disk that is attached to the second VM.

@@ -8,11 +8,11 @@ use anyhow::{Context, Result};
 use crate::kubeconfig::{self, User};
 use crate::pki::{self, Authority};
 use crate::ports;
-use crate::ready::Ready;
+use crate::ready::{Ready, Tls};
 use crate::run::Run;
 use crate::state::{Cluster, Component};
 
-/// The host's loopback address as a VM with user-mode networking reaches it.
+/// The address at which VMs reach the ports of the host's loopback that are forwarded to their network.
 pub const SERVER_ADDRESS_FROM_VM: &str = "10.0.2.2";
 /// First address of the service range: the `kubernetes` Service.
 const KUBERNETES_SERVICE: &str = "10.96.0.1";
@@ -34,7 +34,6 @@ pub struct ControlPlane {
     dir: PathBuf,
     etcd: u16,
     etcd_peer: u16,
-    etcd_metrics: u16,
     api: u16,
     controllers: u16,
     scheduler: Option<u16>,
@@ -45,7 +44,7 @@ impl ControlPlane {
     pub fn plan(run: &Run, plan: &ControlPlanePlan<'_>) -> Result<Self> {
         let dir = run.path("clusters").join(plan.name);
         fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-        let free = ports::free(6)?;
+        let free = ports::free(5)?;
         let authority = Authority::new(&format!("{} cluster", plan.name))?;
         let ca = dir.join("ca.crt");
         pki::write_private(&ca, &authority.cert())?;
@@ -62,7 +61,6 @@ impl ControlPlane {
             dir,
             etcd: free[0],
             etcd_peer: free[1],
-            etcd_metrics: free[5],
             api: free[2],
             controllers: free[3],
             scheduler: plan.scheduler.then_some(free[4]),
@@ -149,12 +147,14 @@ impl ControlPlane {
     }
 
     fn etcd_component(&self, tools: &Path) -> Component {
-        // VMs reach the host's loopback: without a client certificate, they have no access.
         let client = format!("https://127.0.0.1:{}", self.etcd);
         let peer = format!("https://127.0.0.1:{}", self.etcd_peer);
-        let metrics = format!("http://127.0.0.1:{}", self.etcd_metrics);
         let (ca, cert, key) =
             (self.file("etcd-ca.crt"), self.file("etcd-server.crt"), self.file("etcd-server.key"));
+        let client_files = Tls {
+            ca: self.dir.join("etcd-ca.crt"),
+            client: Some(["etcd-client.crt", "etcd-client.key"].map(|name| self.dir.join(name))),
+        };
         Component {
             argv: argv(
                 tools,
@@ -167,7 +167,6 @@ impl ControlPlane {
                     ("listen-peer-urls", peer.clone()),
                     ("initial-advertise-peer-urls", peer.clone()),
                     ("initial-cluster", format!("{}={peer}", self.cluster.name)),
-                    ("listen-metrics-urls", metrics.clone()),
                     ("client-cert-auth", "true".into()),
                     ("trusted-ca-file", ca.clone()),
                     ("cert-file", cert.clone()),
@@ -184,8 +183,8 @@ impl ControlPlane {
                 ],
             ),
             env: Default::default(),
-            ready: Ready::http(self.etcd_metrics, "/health"),
-            http: Some(metrics),
+            ready: Ready::tls(self.etcd, "/health", client_files),
+            http: None,
             grace: 5,
             driver: None,
         }

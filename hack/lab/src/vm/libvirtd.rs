@@ -1,14 +1,18 @@
 //! The run's own libvirtd, isolated from others on the host.
 //!
 //! It runs in a mount namespace in which the run's folders hide every folder that libvirt uses, so that labs run side by
-//! side and beside the system's libvirt.
+//! side and beside the system's libvirt, and in the [network namespace](super::network) of the VMs. QEMU runs with the
+//! account of Debian's libvirt, which has no other access to the host.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
+use super::network;
 use crate::cache;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
@@ -24,12 +28,12 @@ const PRIVATE: [(&str, &str); 4] = [
     ("/etc/libvirt", "etc"),
 ];
 
-/// Debian's libvirtd does not start unless this account exists, even if QEMU runs as root.
+/// The account of QEMU.
 const ACCOUNT: &str = "libvirt-qemu";
+/// The group that may use KVM, where it exists.
+const KVM_GROUP: &str = "kvm";
 
-const QEMU_CONF: &str = r#"user = "root"
-group = "root"
-security_driver = "none"
+const QEMU_CONF: &str = r#"security_driver = "none"
 cgroup_controllers = []
 namespaces = []
 stdio_handler = "file"
@@ -53,7 +57,7 @@ pub(crate) fn folder(run: &Run) -> PathBuf {
 
 /// Starts libvirtd and returns when it responds.
 pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
-    ensure_account(ui).await?;
+    let group = ensure_account(ui).await?;
     let own = folder(run);
     let mut binds: Vec<(&str, PathBuf)> = PRIVATE.map(|(host, name)| (host, own.join(name))).to_vec();
     // QEMU's capabilities are the same for every run, and take seconds to probe.
@@ -65,6 +69,9 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         }
         script.push_str(&format!("mount --bind '{}' {host}\n", private.display()));
     }
+    for (closed, open) in open_folders([run.dir(), &cache::root()?]) {
+        script.push_str(&show_only(&own.join("open"), &closed, &open)?);
+    }
     let config = own.join("etc/libvirtd.conf");
     // Without this, libvirt makes up another host UUID at each start if the host has none.
     let host = Uuid::new_v4();
@@ -73,11 +80,14 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         run.socket_dir().display()
     );
     fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-    fs::write(own.join("etc/qemu.conf"), QEMU_CONF)?;
+    let account = format!("user = \"{ACCOUNT}\"\ngroup = \"{group}\"\n");
+    fs::write(own.join("etc/qemu.conf"), account + QEMU_CONF)?;
     script
         .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
     // Pools that are mounted later must appear inside; mounts inside must not appear outside.
-    let argv = ["unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
+    let network = format!("--net={}", network::namespace(run).display());
+    let argv =
+        ["nsenter", &network, "unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
     let component = Component {
         argv: argv.map(ToOwned::to_owned).to_vec(),
         env: Default::default(),
@@ -94,14 +104,49 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         .map(drop)
 }
 
-async fn ensure_account(ui: &Ui) -> Result<()> {
-    let missing =
-        async |database: &str| run_helper(&mut command("getent", [database, ACCOUNT])).await.is_err();
+/// Folders that other accounts cannot enter, with the folders of `needed` inside.
+fn open_folders<'a>(needed: impl IntoIterator<Item = &'a Path>) -> BTreeMap<PathBuf, BTreeSet<&'a Path>> {
+    let mut folders: BTreeMap<PathBuf, BTreeSet<&Path>> = BTreeMap::new();
+    for path in needed {
+        // The outermost one: what is inside is hidden with it.
+        let closed = path.ancestors().filter(|folder| is_closed(folder)).last();
+        if let Some(closed) = closed {
+            folders.entry(closed.to_owned()).or_default().insert(path);
+        }
+    }
+    folders
+}
+
+fn is_closed(folder: &Path) -> bool {
+    fs::metadata(folder).is_ok_and(|folder| folder.permissions().mode() & 0o001 == 0)
+}
+
+/// Script that replaces a folder in the mount namespace by one that anybody can enter and that has only `shown` inside.
+fn show_only(stage: &Path, closed: &Path, shown: &BTreeSet<&Path>) -> Result<String> {
+    fs::create_dir_all(stage).with_context(|| format!("cannot make {}", stage.display()))?;
+    let stage = stage.display();
+    let mut script = format!("mount -t tmpfs -o mode=755 none '{stage}'\n");
+    for path in shown {
+        let inside = path.strip_prefix(closed).unwrap_or(path).display();
+        script.push_str(&format!(
+            "mkdir -p '{stage}/{inside}'\nmount --rbind '{}' '{stage}/{inside}'\n",
+            path.display()
+        ));
+    }
+    script.push_str(&format!("mount --rbind '{stage}' '{}'\n", closed.display()));
+    Ok(script)
+}
+
+/// Creates the account of QEMU unless it exists; returns the group to run it with.
+async fn ensure_account(ui: &Ui) -> Result<&'static str> {
+    let missing = async |database: &str, name: &str| {
+        run_helper(&mut command("getent", [database, name])).await.is_err()
+    };
     let mut commands: Vec<Vec<&str>> = Vec::new();
-    if missing("group").await {
+    if missing("group", ACCOUNT).await {
         commands.push(vec!["groupadd", "--system", ACCOUNT]);
     }
-    if missing("passwd").await {
+    if missing("passwd", ACCOUNT).await {
         let shell = "/usr/sbin/nologin";
         commands.push(vec![
             "useradd",
@@ -118,5 +163,27 @@ async fn ensure_account(ui: &Ui) -> Result<()> {
         ui.line(format!("libvirt needs the account {ACCOUNT}; running: {}", words.join(" ")));
         run_helper(&mut command(words[0], &words[1..])).await?;
     }
-    Ok(())
+    Ok(if missing("group", KVM_GROUP).await { ACCOUNT } else { KVM_GROUP })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn only_the_needed_folders_of_a_closed_one_are_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let [home, open] = ["home", "open"].map(|name| dir.path().join(name));
+        let [cache, run, other] = [home.join("private/cache"), home.join("run"), open.join("x")];
+        for folder in [&cache, &run, &other] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        for (folder, mode) in [(dir.path(), 0o755), (&home, 0o700), (&home.join("private"), 0o750)] {
+            fs::set_permissions(folder, Permissions::from_mode(mode)).unwrap();
+        }
+        let folders = super::open_folders([cache.as_path(), &run, &other]);
+        assert_eq!(folders.len(), 1);
+        assert_eq!(folders[&home].iter().copied().collect::<Vec<_>>(), [cache.as_path(), &run]);
+    }
 }

@@ -2,6 +2,7 @@
 
 mod accel;
 pub mod libvirtd;
+pub mod network;
 mod nodes;
 
 use std::fs;

@@ -136,7 +136,7 @@ async fn a_volume_that_cannot_be_expanded_is_left_unchanged() {
     let mut request = Request::new(node.expand_request(&disk, &staging, 129));
     // The driver reserves a tenth of the deadline for its answer.
     request.set_timeout(Duration::from_secs(10));
-    let refused = node.client().await.node_expand_volume(request).await.unwrap_err();
+    let refused = node.client().node_expand_volume(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::DeadlineExceeded, "{refused}");
     assert!(refused.message().contains("134217728 bytes but 135266304 are required"), "{refused}");
 
@@ -144,7 +144,7 @@ async fn a_volume_that_cannot_be_expanded_is_left_unchanged() {
     node.resize(&disk, 256);
     let mut request = node.expand_request(&disk, &staging, 128);
     request.capacity_range.as_mut().unwrap().limit_bytes = 200 << 20;
-    let refused = node.client().await.node_expand_volume(request).await.unwrap_err();
+    let refused = node.client().node_expand_volume(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
     assert_eq!(size(&staging), 128);
 }

@@ -92,7 +92,7 @@ async fn a_disk_is_not_confused_with_another() {
     // Another disk is mounted at the staging path.
     let mut request = node.stage_request(&two, capability());
     request.staging_target_path = node.staging(&one).display().to_string();
-    let refused = node.client().await.node_stage_volume(request).await.unwrap_err();
+    let refused = node.client().node_stage_volume(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains(one.device.to_str().unwrap()), "{refused}");
 
@@ -131,7 +131,7 @@ async fn a_disk_of_another_management_volume_than_the_pinned_one_is_refused() {
         target_path: node.target(&disk, "one").display().to_string(),
         ..csi::proto::NodePublishVolumeRequest::default()
     };
-    let mut client = node.client().await;
+    let mut client = node.client();
     for refused in [
         client.node_stage_volume(request.clone()).await.unwrap_err(),
         client.node_publish_volume(publish(&request)).await.unwrap_err(),
@@ -198,7 +198,7 @@ async fn invalid_requests_are_refused() {
     bad[4].volume_capability = Some(filesystem("ntfs", Mode::SingleNodeWriter));
     bad[5].volume_capability = Some(filesystem("ext4", Mode::MultiNodeMultiWriter));
     for request in bad {
-        let refused = node.client().await.node_stage_volume(request.clone()).await.unwrap_err();
+        let refused = node.client().node_stage_volume(request.clone()).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{request:?}: {refused}");
     }
     let inline = csi::proto::NodePublishVolumeRequest {
@@ -208,7 +208,7 @@ async fn invalid_requests_are_refused() {
         volume_context: [("csi.storage.k8s.io/ephemeral".to_owned(), "true".to_owned())].into(),
         ..csi::proto::NodePublishVolumeRequest::default()
     };
-    let refused = node.client().await.node_publish_volume(inline).await.unwrap_err();
+    let refused = node.client().node_publish_volume(inline).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     assert!(refused.message().contains("inline"), "{refused}");
 }

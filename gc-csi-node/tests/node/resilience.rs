@@ -47,7 +47,7 @@ async fn the_error_for_a_disk_that_never_appears_lists_its_names_before_the_dead
     let mut request = Request::new(node.stage_request(&missing, block(Mode::SingleNodeWriter)));
     // The driver reserves a tenth of the deadline for its answer.
     request.set_timeout(Duration::from_secs(10));
-    let refused = node.client().await.node_stage_volume(request).await.unwrap_err();
+    let refused = node.client().node_stage_volume(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::DeadlineExceeded, "{refused}");
     for name in crds::names::disk_by_id(&missing.uuid) {
         assert!(refused.message().contains(&name), "{name} is not in: {refused}");

@@ -64,7 +64,7 @@ async fn the_driver_is_ready_when_kubelet_has_registered_it() {
 async fn the_node_reports_its_name_and_capabilities() {
     let node = TestNode::start().await;
     assert_eq!(services(&node).await, [Service::ControllerService]);
-    let mut client = node.client().await;
+    let mut client = node.client();
     let info = client.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.node_id.as_str(), info.accessible_topology), ("vm-1", None));
     let answer = client.node_get_capabilities(NodeGetCapabilitiesRequest {}).await.unwrap().into_inner();
@@ -103,7 +103,7 @@ async fn services(node: &TestNode) -> Vec<Service> {
 async fn zone_and_volume_limit_are_set_by_flags() {
     let mut node = TestNode::new();
     node.start_driver_with(None, &["--zone=z1", "--max-volumes=7"]).await;
-    let info = node.client().await.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
+    let info = node.client().node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
     assert_eq!(info.max_volumes_per_node, 7);
     let segments = info.accessible_topology.unwrap().segments;
     assert_eq!(segments, [("topology.kubernetes.io/zone".to_owned(), "z1".to_owned())].into());
@@ -122,7 +122,7 @@ async fn a_node_with_an_unknown_zone_is_not_reported_as_a_node_without_topology(
     node.start_driver_with(None, &["--topology", &flag]).await;
     let mut request = Request::new(NodeGetInfoRequest {});
     request.set_timeout(Duration::from_secs(1));
-    let refused = node.client().await.node_get_info(request).await.unwrap_err();
+    let refused = node.client().node_get_info(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
     assert!(refused.message().contains("vm-1") && refused.message().contains("127.0.0.1:1"), "{refused}");
 }
@@ -158,7 +158,7 @@ async fn a_legacy_driver_name_is_served_by_the_same_driver() {
         request.set_timeout(Duration::from_secs(60));
         request
     };
-    let mut own = node.client().await;
+    let mut own = node.client();
     let mut old = NodeClient::new(node.connect(&socket).await);
     let first = tokio::select! {
         answer = own.node_stage_volume(stage()) => answer,

@@ -147,8 +147,9 @@ impl TestNode {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
-    pub(crate) async fn client(&self) -> NodeClient<Channel> {
-        NodeClient::new(csi::client::connect(&self.socket()).await.unwrap())
+    /// A client of the driver: a driver that has died is an error of the call.
+    pub(crate) fn client(&self) -> NodeClient<Channel> {
+        NodeClient::new(csi::client::connect_lazy(&self.socket()).unwrap())
     }
 
     /// Gets the status and body of an HTTP path; waits until the driver listens.
@@ -228,7 +229,7 @@ impl TestNode {
     /// Expands the volume at `path` to at least `mib` MiB and returns its size in bytes.
     pub(crate) async fn expand(&self, disk: &Disk, path: &Path, mib: u64) -> Result<i64, Status> {
         let request = self.expand_request(disk, path, mib);
-        Ok(self.client().await.node_expand_volume(request).await?.into_inner().capacity_bytes)
+        Ok(self.client().node_expand_volume(request).await?.into_inner().capacity_bytes)
     }
 
     pub(crate) fn expand_request(
@@ -261,7 +262,7 @@ impl TestNode {
 
     pub(crate) async fn stage(&self, disk: &Disk, capability: proto::VolumeCapability) -> Result<(), Status> {
         let request = self.stage_request(disk, capability);
-        self.client().await.node_stage_volume(request).await.map(drop)
+        self.client().node_stage_volume(request).await.map(drop)
     }
 
     pub(crate) fn stage_request(
@@ -284,7 +285,7 @@ impl TestNode {
             staging_target_path: text(&self.staging(disk)),
         };
         wait_for_spawning_processes();
-        self.client().await.node_unstage_volume(request).await.map(drop)
+        self.client().node_unstage_volume(request).await.map(drop)
     }
 
     pub(crate) async fn publish(
@@ -304,7 +305,7 @@ impl TestNode {
             readonly,
             ..proto::NodePublishVolumeRequest::default()
         };
-        self.client().await.node_publish_volume(request).await.map(|_| target)
+        self.client().node_publish_volume(request).await.map(|_| target)
     }
 
     pub(crate) async fn unpublish(&self, disk: &Disk, pod: &str) -> Result<(), Status> {
@@ -313,7 +314,7 @@ impl TestNode {
             target_path: text(&self.target(disk, pod)),
         };
         wait_for_spawning_processes();
-        self.client().await.node_unpublish_volume(request).await.map(drop)
+        self.client().node_unpublish_volume(request).await.map(drop)
     }
 
     pub(crate) async fn stats(
@@ -326,7 +327,7 @@ impl TestNode {
             volume_path: text(path),
             ..proto::NodeGetVolumeStatsRequest::default()
         };
-        self.client().await.node_get_volume_stats(request).await.map(tonic::Response::into_inner)
+        self.client().node_get_volume_stats(request).await.map(tonic::Response::into_inner)
     }
 
     /// Options of the first mount at `path`.

@@ -28,7 +28,7 @@ impl TwoNames {
         let name = format!("--legacy-driver-name={}", NAMES[1]);
         node.start_driver_with(None, &[&name, &endpoint]).await;
         let disk = node.disk(32);
-        let clients = [node.client().await, NodeClient::new(node.connect(&old).await)];
+        let clients = [node.client(), NodeClient::new(node.connect(&old).await)];
         Self { node, disk, clients, mode }
     }
 

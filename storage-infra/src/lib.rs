@@ -6,6 +6,7 @@
 //! | [`service`] | operations: locks, intents, repair |
 //! | [`catalog`] | durable state (SQLite) |
 //! | [`budget`] | whether a budget allows a request (pure) |
+//! | [`scope`] | which volumes and snapshots a client reaches (pure) |
 //! | [`placement`] | pool selection for new volumes (pure) |
 //! | [`engine`] | storage of bytes in a pool |
 //! | [`hypervisor`] | attaching disks to VMs |
@@ -29,5 +30,6 @@ pub mod hypervisor;
 pub mod metrics;
 pub mod placement;
 pub mod recover;
+pub mod scope;
 pub mod service;
 mod systemd;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use infra_api::Role;
 use lab::cluster::SERVER_ADDRESS_FROM_VM;
+use lab::infra::BACKUP_ACCOUNT;
 
 use crate::program::{binary, run_to_end};
 use crate::{PATIENCE, Scenario, eventually};
@@ -51,7 +52,9 @@ impl<'a> InfraPki<'a> {
     pub async fn issue_all(&self, lifetime: &str) -> Result<()> {
         let more = ["--overwrite", "--lifetime", lifetime];
         for role in Role::ALL {
-            self.run(&[&["issue", "--role", role.name()], &more[..]].concat()).await?;
+            let account: &[&str] =
+                if role.is_of_one_account() { &["--account", BACKUP_ACCOUNT] } else { &[] };
+            self.run(&[&["issue", "--role", role.name()], account, &more[..]].concat()).await?;
         }
         let server = ["issue", "--role", "server", "--host", "127.0.0.1", "--host", SERVER_ADDRESS_FROM_VM];
         self.run(&[&server[..], &more[..]].concat()).await

@@ -6,11 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, ensure};
-use infra_api::{Client, ClientError, ClientOptions, PoolName, ProblemCode, Role, VolumeId};
+use infra_api::{
+    Client, ClientError, ClientOptions, PoolName, ProblemCode, Role, SnapshotId, VolumeId, VolumeSpec,
+};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::TokenRequest;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Secret, ServiceAccount};
 use kube::api::{Api, ListParams, PostParams};
+use lab::infra::BACKUP_ACCOUNT;
 use lab::pki::{Authority, write_private};
 use serde_json::{Value, json};
 use tests::driver::{Driver, new_volume};
@@ -52,11 +55,45 @@ async fn a_client_of_the_infra_does_what_its_role_allows() -> Result<()> {
         is_forbidden(driver.delete_pool(&missing).await, &["role driver", "nestor:operator"])?;
         is_forbidden(driver.discard_saved_state(uuid::Uuid::new_v4()).await, &["role driver"])?;
 
-        let backup = client(&s, Role::Backup)?;
-        backup.list_volumes(None, None).await?;
-        is_forbidden(backup.delete_volume(&volume).await, &["role backup"])?;
-        is_forbidden(backup.list_pools().await, &["role backup"])?;
         Ok(client(&s, Role::Operator)?.delete_pool(&missing).await?)
+    })
+    .await
+}
+
+/// A volume of the account of the lab's backup.
+fn backed_up() -> Result<VolumeSpec> {
+    let owner = json!({"account": BACKUP_ACCOUNT, "class": "nestor"});
+    Ok(serde_json::from_value(json!({"capacityBytes": 4 * MIB, "owner": owner}))?)
+}
+
+/// What a backup does with a volume of its account. Its snapshot is deleted at the end.
+async fn backs_up(backup: &Client, volume: &VolumeId) -> Result<()> {
+    let listed = backup.list_volumes(None, None).await?.items;
+    ensure!(listed.iter().any(|one| one.id == *volume), "its volume is missing: {listed:?}");
+    ensure!(listed.iter().all(|one| one.owner.account.as_str() == BACKUP_ACCOUNT), "{listed:?}");
+    let id = SnapshotId::new(unique("backup"))?;
+    let spec = serde_json::from_value(json!({"volume": volume}))?;
+    let snapshot = backup.put_snapshot(&id, &spec, PATIENCE).await?;
+    ensure!(snapshot.owner.account.as_str() == BACKUP_ACCOUNT, "{snapshot:?}");
+    backup.delete_snapshot(&id).await?;
+    ensure!(backup.get_snapshot(&id).await?.is_none(), "the snapshot is still there");
+    is_forbidden(backup.delete_volume(volume).await, &["role backup"])?;
+    is_forbidden(backup.list_pools().await, &["role backup"])
+}
+
+#[tokio::test]
+async fn a_backup_of_the_infra_reaches_the_volumes_of_its_account_only() -> Result<()> {
+    run(|s| async move {
+        let handle = s.bound_claim("data").await?;
+        let of_a_guest = s.infra_volume(&handle).await?;
+        ensure!(of_a_guest.owner.account.as_str() == s.cluster_id, "{of_a_guest:?}");
+        let backup = client(&s, Role::Backup)?;
+        ensure!(backup.get_volume(&of_a_guest.id).await?.is_none(), "it reads a volume of a guest");
+        let own = VolumeId::new(unique("backed-up"))?;
+        s.infra.put_volume(&own, &backed_up()?, PATIENCE).await?;
+        let outcome = backs_up(&backup, &own).await;
+        s.infra.delete_volume(&own).await?;
+        outcome
     })
     .await
 }
@@ -113,7 +150,11 @@ async fn a_certificate_without_a_role_is_refused_unless_the_server_says_otherwis
         let earlier = Client::new(&ClientOptions::from_files(&url, &ca, &cert, &key))?;
         earlier.list_volumes(None, None).await?;
         let odd = Client::new(&ClientOptions::from_files(&url, &ca, &odd_cert, &odd_key))?;
-        is_forbidden(odd.health().await, &["nestor:root"])
+        is_forbidden(odd.health().await, &["nestor:root"])?;
+        let (cert, key) =
+            authority.client("backup", [&*Role::Backup.organization()])?.write(folder.path(), "backup")?;
+        let backup = Client::new(&ClientOptions::from_files(&url, &ca, &cert, &key))?;
+        is_forbidden(backup.health().await, &["names none", "pki issue --role backup --account ACCOUNT"])
     })
     .await
 }

@@ -26,7 +26,7 @@ pub use client::{Client, ClientError, ClientOptions, InfraArgs};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
-pub use role::{Role, RoleClaim};
+pub use role::{Role, RoleClaim, account_organization};
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
@@ -34,6 +34,10 @@ pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// Label of a volume or snapshot that mgmt-csi sets: its guest; empty if it is no guest's. For objects of versions
 /// without accounts, it is their account.
 pub const GUEST_LABEL: &str = "guest";
+
+/// Label of a snapshot that the server sets for clients whose certificate is for one account: the role of the client. Such a
+/// client deletes only snapshots with this label.
+pub const TAKEN_BY_LABEL: &str = "taken-by";
 
 /// Header with the id of the operation that a request belongs to, for the logs of both sides. The response repeats it.
 pub const REQUEST_ID_HEADER: &str = "x-request-id";

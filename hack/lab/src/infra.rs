@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use infra_api::{ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec, Role};
+use infra_api::{
+    ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec, Role, account_organization,
+};
 
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
 use crate::pki::{Authority, write_private};
@@ -24,6 +26,8 @@ const POOL_BYTES: u64 = 8 << 30;
 /// The zones of the lab. VMs are assigned to them in turn, loop nodes are in the first by default. Pools have no
 /// zone: all nodes reach them.
 pub const ZONES: [&str; 2] = ["zone-a", "zone-b"];
+/// The account of the certificate of the role backup. No guest of the lab has this cluster ID.
+pub const BACKUP_ACCOUNT: &str = "lab-backup";
 /// Name of the libvirt hypervisor in the server's flags.
 pub const LIBVIRT: &str = "libvirt";
 /// Name of the loop hypervisor: this host plays the VM.
@@ -127,7 +131,10 @@ fn write_certificates(pki: &Path) -> Result<()> {
     write_private(&pki.join("ca.crt"), &authority.cert())?;
     authority.server("storage-infra", &["127.0.0.1", SERVER_ADDRESS_FROM_VM])?.write(pki, "server")?;
     for role in Role::ALL {
-        authority.client(role.name(), Some(&role.organization()))?.write(pki, role.name())?;
+        let account = role.is_of_one_account().then(|| account_organization(BACKUP_ACCOUNT));
+        let organizations: Vec<String> = [role.organization()].into_iter().chain(account).collect();
+        let client = authority.client(role.name(), organizations.iter().map(String::as_str))?;
+        client.write(pki, role.name())?;
     }
     Ok(())
 }

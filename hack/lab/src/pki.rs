@@ -59,11 +59,15 @@ impl Authority {
         self.sign(params(name, hosts)?, &usages)
     }
 
-    /// A client certificate. Kubernetes reads `user` and `group` from it.
-    pub fn client(&self, user: &str, group: Option<&str>) -> Result<Pair> {
+    /// A client certificate with at most two organizations. Kubernetes reads the user and its groups from it, the storage infra
+    /// a role and an account.
+    pub fn client<'a>(&self, user: &str, organizations: impl IntoIterator<Item = &'a str>) -> Result<Pair> {
         let mut params = params(user, &[])?;
-        if let Some(group) = group {
-            params.distinguished_name.push(DnType::OrganizationName, group);
+        // rcgen keeps one value of each of its types: the second is the same type by its OID.
+        let mut kinds = [DnType::OrganizationName, DnType::CustomDnType(vec![2, 5, 4, 10])].into_iter();
+        for organization in organizations {
+            let kind = kinds.next().context("a certificate has at most two organizations")?;
+            params.distinguished_name.push(kind, organization);
         }
         self.sign(params, &[ExtendedKeyUsagePurpose::ClientAuth])
     }

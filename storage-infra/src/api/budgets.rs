@@ -1,14 +1,13 @@
 //! Request handlers of budgets.
 
 use axum::Json;
-use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use infra_api::{Account, Budget, BudgetSpec, List, Problem};
 
-use super::App;
 use super::extract::{Body, Id};
 use super::handlers::{all, created_or_ok};
+use super::view::Everything;
 use crate::service::Result;
 
 /// Sets the limits of an account. They apply to later requests: nothing is removed if the account is beyond them.
@@ -17,7 +16,7 @@ use crate::service::Result;
     (status = 400, description = "`invalid`: the name of a class is too long", body = Problem),
 ))]
 pub(super) async fn put_budget(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(account): Id<Account>,
     Body(limits): Body<BudgetSpec>,
 ) -> Result<Response> {
@@ -26,7 +25,7 @@ pub(super) async fn put_budget(
 
 /// Lists all accounts that have a budget or use space.
 #[utoipa::path(get, path = "/v1/budgets", tag = "Budgets", responses((status = 200, body = List<Budget>)))]
-pub(super) async fn list_budgets(State(app): State<App>) -> Result<Json<List<Budget>>> {
+pub(super) async fn list_budgets(Everything(app): Everything) -> Result<Json<List<Budget>>> {
     app.service.budgets().list().await.map(all)
 }
 
@@ -34,7 +33,10 @@ pub(super) async fn list_budgets(State(app): State<App>) -> Result<Json<List<Bud
 #[utoipa::path(get, path = "/v1/budgets/{account}", tag = "Budgets", params(("account" = Account, Path)), responses(
     (status = 200, body = Budget),
 ))]
-pub(super) async fn get_budget(State(app): State<App>, Id(account): Id<Account>) -> Result<Json<Budget>> {
+pub(super) async fn get_budget(
+    Everything(app): Everything,
+    Id(account): Id<Account>,
+) -> Result<Json<Budget>> {
     app.service.budgets().get(account).await.map(Json)
 }
 
@@ -42,6 +44,9 @@ pub(super) async fn get_budget(State(app): State<App>, Id(account): Id<Account>)
 #[utoipa::path(delete, path = "/v1/budgets/{account}", tag = "Budgets", params(("account" = Account, Path)), responses(
     (status = 204, description = "Removed, or did not exist"),
 ))]
-pub(super) async fn delete_budget(State(app): State<App>, Id(account): Id<Account>) -> Result<StatusCode> {
+pub(super) async fn delete_budget(
+    Everything(app): Everything,
+    Id(account): Id<Account>,
+) -> Result<StatusCode> {
     app.service.budgets().delete(account).await.map(|_| StatusCode::NO_CONTENT)
 }

@@ -15,10 +15,13 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::server::TlsStream;
 use tower::Layer;
 
-use super::roles::{self, WithoutRole};
+use super::roles::{self, Refusal, WithoutRole};
 use crate::audit;
 use crate::metrics::Metrics;
 use crate::service::Failure;
+
+/// Stands for an organization that cannot be read. It is no role, so the client is refused.
+const UNREADABLE: &str = "nestor:(unreadable)";
 
 /// A client.
 #[derive(Debug, Clone)]
@@ -68,12 +71,14 @@ fn client_of<I>(stream: &TlsStream<I>) -> Client {
         let (_, certificate) = x509_parser::parse_x509_certificate(presented).ok()?;
         let subject = certificate.subject();
         let name = format!("{subject} (serial {})", certificate.raw_serial_as_string());
-        let role = RoleClaim::of(subject.iter_organization().filter_map(|one| one.as_str().ok()));
+        // An organization that cannot be read may be meant as a role.
+        let organizations = subject.iter_organization().map(|one| one.as_str().unwrap_or(UNREADABLE));
+        let role = RoleClaim::of(organizations);
         Some(Client { name: name.into(), role: role.into() })
     });
     client.unwrap_or_else(|| Client {
         name: "a client with an unreadable certificate".into(),
-        role: RoleClaim::Invalid(vec!["(unreadable)".to_owned()]).into(),
+        role: RoleClaim::Invalid(vec![UNREADABLE.to_owned()]).into(),
     })
 }
 
@@ -93,19 +98,35 @@ pub(super) struct Access {
     pub(super) metrics: Metrics,
 }
 
-/// Middleware that refuses what the client's role does not allow.
-pub(super) async fn authorize(State(access): State<Access>, request: Request, next: Next) -> Response {
+/// Middleware that refuses what the client's role does not allow, and passes on which objects exist for the client.
+pub(super) async fn authorize(State(access): State<Access>, mut request: Request, next: Next) -> Response {
     // Any other path is answered with 404.
     let Some(route) = request.extensions().get::<MatchedPath>() else { return next.run(request).await };
-    let client = request.extensions().get::<Client>();
-    let claim = client.map_or(&RoleClaim::None, |client| &client.role);
+    let claim = claim(&request);
     if *claim == RoleClaim::None {
         access.metrics.without_role();
     }
     match roles::decide(claim, access.without_role, (request.method().as_str(), route.as_str())) {
-        Ok(()) => next.run(request).await,
-        Err(refusal) => {
-            Failure::from(Problem::new(ProblemCode::Forbidden, refusal.to_string())).into_response()
+        Ok(scope) => {
+            request.extensions_mut().insert(scope);
+            next.run(request).await
         }
+        Err(refusal) => forbidden(&refusal),
     }
+}
+
+/// Middleware that refuses the metrics to clients of one account.
+pub(super) async fn authorize_metrics(request: Request, next: Next) -> Response {
+    match roles::decide_metrics(claim(&request)) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => forbidden(&refusal),
+    }
+}
+
+fn claim(request: &Request) -> &RoleClaim {
+    request.extensions().get::<Client>().map_or(&RoleClaim::None, |client| &client.role)
+}
+
+fn forbidden(refusal: &Refusal) -> Response {
+    Failure::from(Problem::new(ProblemCode::Forbidden, refusal.to_string())).into_response()
 }

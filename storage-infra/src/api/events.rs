@@ -3,14 +3,13 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use axum::extract::State;
 use axum::response::IntoResponse;
 use axum::response::sse::{Event as Sse, KeepAlive};
 use futures::StreamExt;
 use infra_api::{Change, Event, EventKind};
 use tokio_stream::wrappers::BroadcastStream;
 
-use super::App;
+use super::view::Everything;
 
 /// Streams change events.
 ///
@@ -19,7 +18,7 @@ use super::App;
 #[utoipa::path(get, path = "/v1/events", tag = "Server", responses(
     (status = 200, description = "Stream of events; the server sends a comment every 15 s when idle", body = Event, content_type = "text/event-stream"),
 ))]
-pub(super) async fn stream(State(app): State<App>) -> impl IntoResponse {
+pub(super) async fn stream(Everything(app): Everything) -> impl IntoResponse {
     let resync = Event { kind: EventKind::Resync, id: String::new(), change: Change::Updated };
     let events = BroadcastStream::new(app.service.events())
         .map(move |event| event.unwrap_or_else(|_lagged| resync.clone()))

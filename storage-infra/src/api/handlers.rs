@@ -1,7 +1,6 @@
 //! Request handlers, one per operation.
 
 use axum::Json;
-use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use infra_api::{
@@ -13,8 +12,8 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use uuid::Uuid;
 
-use super::App;
 use super::extract::{Body, Id, Params, Wait};
+use super::view::{Everything, View};
 use crate::service::{Failure, Progress, Result};
 
 pub(super) fn created_or_ok<T: serde::Serialize>((value, created): (T, bool)) -> Response {
@@ -42,7 +41,7 @@ pub(super) fn all<T>(items: Vec<T>) -> Json<List<T>> {
     (status = 400, description = "`invalid`: the directory does not exist", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool", body = Problem),
 ))]
 pub(super) async fn put_pool(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(name): Id<PoolName>,
     Body(spec): Body<PoolSpec>,
 ) -> Result<Response> {
@@ -51,7 +50,7 @@ pub(super) async fn put_pool(
 
 /// Lists all pools.
 #[utoipa::path(get, path = "/v1/pools", tag = "Pools", responses((status = 200, body = List<Pool>)))]
-pub(super) async fn list_pools(State(app): State<App>) -> Result<Json<List<Pool>>> {
+pub(super) async fn list_pools(Everything(app): Everything) -> Result<Json<List<Pool>>> {
     app.service.pools().list().await.map(all)
 }
 
@@ -59,7 +58,7 @@ pub(super) async fn list_pools(State(app): State<App>) -> Result<Json<List<Pool>
 #[utoipa::path(get, path = "/v1/pools/{name}", tag = "Pools", params(("name" = PoolName, Path)), responses(
     (status = 200, body = Pool), (status = 404, description = "`not-found`", body = Problem),
 ))]
-pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<Json<Pool>> {
+pub(super) async fn get_pool(Everything(app): Everything, Id(name): Id<PoolName>) -> Result<Json<Pool>> {
     app.service.pools().get(&name).await.map(Json)
 }
 
@@ -67,7 +66,7 @@ pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> 
 #[utoipa::path(delete, path = "/v1/pools/{name}", tag = "Pools", params(("name" = PoolName, Path)), responses(
     (status = 204, description = "Unregistered, or did not exist"), (status = 409, description = "`in-use`: the pool has volumes or snapshots", body = Problem),
 ))]
-pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<StatusCode> {
+pub(super) async fn delete_pool(Everything(app): Everything, Id(name): Id<PoolName>) -> Result<StatusCode> {
     app.service.pools().delete(name).await.map(|_| StatusCode::NO_CONTENT)
 }
 
@@ -90,7 +89,7 @@ pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) 
     (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_volume(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<VolumeId>,
     wait: Wait,
     Body(spec): Body<VolumeSpec>,
@@ -112,19 +111,16 @@ pub(super) struct Page {
 
 /// Lists volumes, ordered by ID, in pages.
 #[utoipa::path(get, path = "/v1/volumes", tag = "Volumes", params(Page), responses((status = 200, body = List<Volume>)))]
-pub(super) async fn list_volumes(
-    State(app): State<App>,
-    Params(page): Params<Page>,
-) -> Result<Json<List<Volume>>> {
-    app.service.volumes().list(page.limit, page.after).await.map(Json)
+pub(super) async fn list_volumes(view: View, Params(page): Params<Page>) -> Result<Json<List<Volume>>> {
+    view.volumes(page.limit, page.after).await.map(Json)
 }
 
 /// Gets a volume.
 #[utoipa::path(get, path = "/v1/volumes/{id}", tag = "Volumes", params(("id" = VolumeId, Path)), responses(
     (status = 200, body = Volume), (status = 404, description = "`not-found`", body = Problem),
 ))]
-pub(super) async fn get_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> Result<Json<Volume>> {
-    app.service.volumes().get(&id).await.map(Json)
+pub(super) async fn get_volume(view: View, Id(id): Id<VolumeId>) -> Result<Json<Volume>> {
+    view.volume(&id).await.map(Json)
 }
 
 /// Deletes a volume and its data.
@@ -132,7 +128,7 @@ pub(super) async fn get_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> 
     (status = 204, description = "Deleted, or did not exist"), (status = 409, description = "`in-use`: the volume is attached to `nodes`", body = Problem),
     (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
-pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> Result<StatusCode> {
+pub(super) async fn delete_volume(Everything(app): Everything, Id(id): Id<VolumeId>) -> Result<StatusCode> {
     app.service.volumes().delete(id).await.map(|_| StatusCode::NO_CONTENT)
 }
 
@@ -144,7 +140,7 @@ pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) 
     (status = 503, description = "`unavailable`: the expansion has started, and not every virtual machine has the new size; retry", body = Problem),
 ))]
 pub(super) async fn expand_volume(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<VolumeId>,
     Body(size): Body<VolumeSize>,
 ) -> Result<Json<Volume>> {
@@ -160,7 +156,7 @@ pub(super) async fn expand_volume(
     (status = 503, description = "`unavailable`: the limits are recorded, and not applied on every node; retry", body = Problem),
 ))]
 pub(super) async fn put_qos(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<VolumeId>,
     Body(qos): Body<Qos>,
 ) -> Result<Json<Volume>> {
@@ -173,7 +169,7 @@ pub(super) async fn put_qos(
     (status = 400, description = "`invalid`: the name of the class is too long", body = Problem), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn put_owner(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<VolumeId>,
     Body(owner): Body<Owner>,
 ) -> Result<Json<Volume>> {
@@ -192,18 +188,19 @@ pub(super) async fn put_owner(
 ), responses(
     (status = 201, description = "Created", body = Snapshot), (status = 200, description = "The same request created it before", body = Snapshot),
     (status = 202, description = "The data is being copied; `copiedBytes` is the progress; repeat the request to wait", body = Snapshot),
+    (status = 403, description = "`forbidden`: the client's certificate is for one account, and the request names another one", body = Problem),
     (status = 404, description = "`not-found`: the volume does not exist", body = Problem),
     (status = 409, description = "`exists`: a snapshot of another volume has this ID; `in-use`: the pool has no reflinks and `nodes` may write to the volume", body = Problem),
     (status = 507, description = "`out-of-space`: the pool has less free space than the snapshot may need; `over-budget`: the budget of the account does not allow it", body = Problem),
     (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_snapshot(
-    State(app): State<App>,
+    view: View,
     Id(id): Id<SnapshotId>,
     wait: Wait,
     Body(spec): Body<SnapshotSpec>,
 ) -> Result<Response> {
-    let answer = app.service.snapshots().put(id, spec, wait.or_default()).await?;
+    let answer = view.put_snapshot(id, spec, wait.or_default()).await?;
     Ok(created_or_accepted(answer.0.state, answer))
 }
 
@@ -223,27 +220,28 @@ pub(super) struct SnapshotPage {
 /// Lists snapshots of one volume or of all, ordered by ID, in pages.
 #[utoipa::path(get, path = "/v1/snapshots", tag = "Snapshots", params(SnapshotPage), responses((status = 200, body = List<Snapshot>)))]
 pub(super) async fn list_snapshots(
-    State(app): State<App>,
+    view: View,
     Params(page): Params<SnapshotPage>,
 ) -> Result<Json<List<Snapshot>>> {
-    app.service.snapshots().list(page.volume, page.limit, page.after).await.map(Json)
+    view.snapshots(page.volume, page.limit, page.after).await.map(Json)
 }
 
 /// Gets a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
     (status = 200, body = Snapshot), (status = 404, description = "`not-found`", body = Problem),
 ))]
-pub(super) async fn get_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>> {
-    app.service.snapshots().get(&id).await.map(Json)
+pub(super) async fn get_snapshot(view: View, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>> {
+    view.snapshot(&id).await.map(Json)
 }
 
 /// Deletes a snapshot. Its volume, and volumes created from it, are not affected.
 #[utoipa::path(delete, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
     (status = 204, description = "Deleted, or did not exist"),
+    (status = 403, description = "`forbidden`: the client's certificate is for one account, and its role did not take the snapshot", body = Problem),
     (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
-pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<StatusCode> {
-    app.service.snapshots().delete(id).await.map(|_| StatusCode::NO_CONTENT)
+pub(super) async fn delete_snapshot(view: View, Id(id): Id<SnapshotId>) -> Result<StatusCode> {
+    view.delete_snapshot(id).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 // ---- nodes ----
@@ -255,7 +253,7 @@ pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotI
     (status = 409, description = "`in-use`: the node has attachments on another hypervisor", body = Problem),
 ))]
 pub(super) async fn put_node(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(uuid): Id<Uuid>,
     Body(spec): Body<NodeSpec>,
 ) -> Result<Response> {
@@ -264,7 +262,7 @@ pub(super) async fn put_node(
 
 /// Lists all nodes, with the power state that their hypervisors report now.
 #[utoipa::path(get, path = "/v1/nodes", tag = "Nodes", responses((status = 200, body = List<Node>)))]
-pub(super) async fn list_nodes(State(app): State<App>) -> Result<Json<List<Node>>> {
+pub(super) async fn list_nodes(Everything(app): Everything) -> Result<Json<List<Node>>> {
     app.service.nodes().list().await.map(all)
 }
 
@@ -272,7 +270,7 @@ pub(super) async fn list_nodes(State(app): State<App>) -> Result<Json<List<Node>
 #[utoipa::path(get, path = "/v1/nodes/{uuid}", tag = "Nodes", params(("uuid" = Uuid, Path)), responses(
     (status = 200, body = Node), (status = 404, description = "`not-found`", body = Problem),
 ))]
-pub(super) async fn get_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<Json<Node>> {
+pub(super) async fn get_node(Everything(app): Everything, Id(uuid): Id<Uuid>) -> Result<Json<Node>> {
     app.service.nodes().get(uuid).await.map(Json)
 }
 
@@ -282,7 +280,7 @@ pub(super) async fn get_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Resu
     (status = 204, description = "Unregistered, or did not exist"), (status = 409, description = "`in-use`: the node has attachments", body = Problem),
     (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
-pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
+pub(super) async fn delete_node(Everything(app): Everything, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
     app.service.nodes().delete(uuid).await.map(|_| StatusCode::NO_CONTENT)
 }
 
@@ -295,7 +293,10 @@ pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> R
     (status = 409, description = "`in-use`: its hypervisor has a managed save image; remove it there (`virsh managedsave-remove`)", body = Problem),
     (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
-pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
+pub(super) async fn delete_saved_state(
+    Everything(app): Everything,
+    Id(uuid): Id<Uuid>,
+) -> Result<StatusCode> {
     app.service.power().discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
 }
 
@@ -304,7 +305,7 @@ pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid
     (status = 204, description = "The server records the present host at its next contact"),
     (status = 404, description = "`not-found`: the hypervisor is not configured", body = Problem),
 ))]
-pub(super) async fn delete_host(State(app): State<App>, Id(name): Id<String>) -> Result<StatusCode> {
+pub(super) async fn delete_host(Everything(app): Everything, Id(name): Id<String>) -> Result<StatusCode> {
     app.service.power().forget_host(name).await.map(|()| StatusCode::NO_CONTENT)
 }
 
@@ -334,7 +335,7 @@ pub(super) struct AttachParams {
     (status = 503, description = "`unavailable`: the operation may have taken effect; retry", body = Problem),
 ))]
 pub(super) async fn put_attachment(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<AttachmentId>,
     Params(params): Params<AttachParams>,
     wait: Wait,
@@ -357,7 +358,7 @@ pub(super) struct AttachmentFilter {
 /// Lists attachments: all, or those of a node, a volume, or both.
 #[utoipa::path(get, path = "/v1/attachments", tag = "Attachments", params(AttachmentFilter), responses((status = 200, body = List<Attachment>)))]
 pub(super) async fn list_attachments(
-    State(app): State<App>,
+    Everything(app): Everything,
     Params(filter): Params<AttachmentFilter>,
 ) -> Result<Json<List<Attachment>>> {
     app.service.attachments().list(filter.node, filter.volume).await.map(all)
@@ -370,7 +371,7 @@ pub(super) async fn list_attachments(
     (status = 200, description = "The attachment; see `state`", body = Attachment), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_attachment(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<AttachmentId>,
     wait: Wait,
 ) -> Result<Json<Attachment>> {
@@ -403,7 +404,7 @@ pub(super) struct DetachParams {
     (status = 503, description = "`unavailable`: the hypervisor cannot be reached; retry", body = Problem),
 ))]
 pub(super) async fn delete_attachment(
-    State(app): State<App>,
+    Everything(app): Everything,
     Id(id): Id<AttachmentId>,
     Params(params): Params<DetachParams>,
     wait: Wait,
@@ -437,7 +438,7 @@ fn attachment(id: &AttachmentId, progress: Progress) -> Result<Response> {
     ("label" = Option<Vec<String>>, Query, description = "`key=value`: only pools with this label"),
 ), responses((status = 200, body = Capacity)))]
 pub(super) async fn capacity(
-    State(app): State<App>,
+    Everything(app): Everything,
     Params(pairs): Params<Vec<(String, String)>>,
 ) -> Result<Json<Capacity>> {
     let invalid = |detail: String| Failure::new(ProblemCode::Invalid, detail);
@@ -466,6 +467,6 @@ pub(super) async fn capacity(
 
 /// Gets the health of the catalog, the pools and the hypervisors.
 #[utoipa::path(get, path = "/v1/health", tag = "Server", responses((status = 200, body = Health)))]
-pub(super) async fn health(State(app): State<App>) -> Result<Json<Health>> {
-    app.service.health().check().await.map(Json)
+pub(super) async fn health(view: View) -> Result<Json<Health>> {
+    view.health().await.map(Json)
 }

@@ -6,9 +6,11 @@ mod docs;
 mod documented_errors;
 mod events;
 pub(crate) mod extract;
+mod for_account;
 mod handlers;
 mod ops;
 mod roles;
+mod view;
 
 use std::time::{Duration, Instant};
 
@@ -31,14 +33,7 @@ pub use client::{Client, NamingAcceptor};
 pub use docs::openapi;
 pub use ops::{MetricsAuth, metrics_router, router as ops_router};
 pub use roles::WithoutRole;
-
-/// State shared by the handlers.
-#[derive(Clone)]
-struct App {
-    service: Service,
-    /// Cancelled at shutdown; ends the event streams.
-    stop: CancellationToken,
-}
+use view::App;
 
 /// Router of the API under `/v1`.
 pub fn router(service: Service, without_role: WithoutRole, stop: CancellationToken) -> Router {
@@ -101,7 +96,7 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
         .layer(middleware::from_fn_with_state(access, client::authorize))
         .layer(middleware::from_fn(client::name_client))
         .layer(middleware::from_fn_with_state(metrics, observe))
-        .with_state(App { service, stop })
+        .with_state(App::new(service, stop))
 }
 
 /// Middleware that gives every request a span, records its metrics and logs it in one line. The response carries the

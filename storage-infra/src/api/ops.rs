@@ -3,11 +3,13 @@
 use axum::Router;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use infra_api::Health;
 use process_kit::health::report;
 
+use super::client;
 use crate::service::Service;
 
 /// Who may read `/metrics`.
@@ -15,7 +17,7 @@ use crate::service::Service;
 pub enum MetricsAuth {
     /// Everyone who reaches the port of --http-listen.
     None,
-    /// Clients with a certificate of --client-ca, on the port of the API.
+    /// Clients with a certificate of --client-ca that is not for one account, on the port of the API.
     Certificate,
 }
 
@@ -29,9 +31,10 @@ pub fn router(service: Service, auth: MetricsAuth) -> Router {
     router.with_state(service)
 }
 
-/// Router of `/metrics` for the port of the API, where clients need a certificate.
+/// Router of `/metrics` for the port of the API, where clients need a certificate that is not for one account.
 pub fn metrics_router(service: Service) -> Router {
-    Router::new().route("/metrics", get(metrics)).with_state(service)
+    let authorize = middleware::from_fn(client::authorize_metrics);
+    Router::new().route("/metrics", get(metrics)).layer(authorize).with_state(service)
 }
 
 /// Liveness: fails if the catalog is not writable. Nothing works then, and a restart may help.

@@ -1,6 +1,9 @@
-//! Which role may do what. Pure: [`super::client`] reads the roles from certificates, and applies the decision.
+//! Which role may do what, and with whose objects. Pure: [`super::client`] reads the roles from certificates, and applies the
+//! decision.
 
-use infra_api::{Role, RoleClaim};
+use infra_api::{Role, RoleClaim, account_organization};
+
+use crate::scope::Scope;
 
 /// An operation of the API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,11 +96,11 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
     let roles: &[Role] = match operation {
         GetHealth | GetDocs => &Role::ALL,
         ListVolumes | GetVolume | ListSnapshots | GetSnapshot => &Role::ALL,
-        PutSnapshot => &[Role::Driver, Role::Operator, Role::Backup],
+        PutSnapshot | DeleteSnapshot => &[Role::Driver, Role::Operator, Role::Backup],
         ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListAttachments
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget
-        | DeleteSnapshot | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
+        | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | PutNode | DeleteNode | DeleteSavedState | DeleteHost => &[Role::Operator],
     };
     roles.contains(&role)
@@ -122,10 +125,18 @@ pub(super) enum Refusal {
     )]
     NoRole,
     #[error(
-        "the organizations {} of the client certificate are not one role: exactly one organization must be {}",
-        .0.join(", "), organizations(&Role::ALL)
+        "the organizations {} of the client certificate are not one role: exactly one organization must be {}; one that begins \
+         with {} is needed beside {}, and permitted beside no other",
+        .0.join(", "), organizations(&Role::ALL), account_organization(""), of_one_account()
     )]
     InvalidRole(Vec<String>),
+    #[error(
+        "the role {0} of the client certificate is for the volumes of one account, and the certificate names none: issue one \
+         with `storage-infra pki issue --role {0} --account ACCOUNT`, or one whose subject has the organizations (O) {1} and {2}; \
+         ACCOUNT is the cluster ID of a guest",
+        .0.organization(), account_organization("ACCOUNT")
+    )]
+    NoAccount(Role),
     #[error(
         "the role {role} of the client certificate does not allow {request}: use a certificate with the organization (O) {}, \
          for example of `storage-infra pki issue`",
@@ -138,32 +149,63 @@ fn organizations(roles: &[Role]) -> String {
     roles.iter().map(|role| role.organization()).collect::<Vec<_>>().join(" or ")
 }
 
-/// Decides about a request. Another method than those of the route is answered with 405, to operators only.
+/// The organizations of roles that are for one account.
+fn of_one_account() -> String {
+    organizations(&Role::ALL.into_iter().filter(|role| role.is_of_one_account()).collect::<Vec<_>>())
+}
+
+/// Decides about a request, and which objects exist for its client. Another method than those of the route is answered with
+/// 405, to operators only.
 pub(super) fn decide(
     claim: &RoleClaim,
     without: WithoutRole,
     (method, route): (&str, &str),
-) -> Result<(), Refusal> {
-    let role = match (claim, without) {
-        (RoleClaim::Role(role), _) => *role,
-        (RoleClaim::None, WithoutRole::Operator) => Role::Operator,
+) -> Result<Scope, Refusal> {
+    let (role, scope) = match (claim, without) {
+        (RoleClaim::Role(role), _) => (*role, Scope::All),
+        (RoleClaim::OfAccount(role, account), _) => (*role, Scope::Account(*role, account.clone())),
+        (RoleClaim::WithoutAccount(role), _) => return Err(Refusal::NoAccount(*role)),
+        (RoleClaim::None, WithoutRole::Operator) => (Role::Operator, Scope::All),
         (RoleClaim::None, WithoutRole::Refuse) => return Err(Refusal::NoRole),
         (RoleClaim::Invalid(organizations), _) => return Err(Refusal::InvalidRole(organizations.clone())),
     };
     let operation = Operation::of(method, route);
     let may = |role: &Role| operation.map_or(*role == Role::Operator, |operation| allows(*role, operation));
     if may(&role) {
-        return Ok(());
+        return Ok(scope);
     }
     let needed = Role::ALL.into_iter().filter(may).collect();
     Err(Refusal::Forbidden { role, request: format!("{method} {route}"), needed })
 }
 
+/// Decides who reads the metrics, which are of all accounts: any client, but none of one account.
+pub(super) fn decide_metrics(claim: &RoleClaim) -> Result<(), Refusal> {
+    match claim {
+        RoleClaim::Role(_) | RoleClaim::None => Ok(()),
+        RoleClaim::OfAccount(role, _) | RoleClaim::WithoutAccount(role) => {
+            let needed = Role::ALL.into_iter().filter(|role| !role.is_of_one_account()).collect();
+            Err(Refusal::Forbidden { role: *role, request: "GET /metrics".to_owned(), needed })
+        }
+        RoleClaim::Invalid(organizations) => Err(Refusal::InvalidRole(organizations.clone())),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use infra_api::{Account, Owner};
+
     use super::*;
 
     const PAGE: &str = include_str!("../../../docs/reference/infra-roles.md");
+
+    /// What the table shows: a role of one account has only the objects of the account.
+    fn shown(role: Role, operation: Operation) -> &'static str {
+        match allows(role, operation) {
+            false => "–",
+            true if role.is_of_one_account() && !matches!(operation, GetHealth | GetDocs) => "own",
+            true => "yes",
+        }
+    }
 
     /// The table of the page.
     fn table() -> String {
@@ -173,7 +215,7 @@ mod tests {
         for (method, route, operation) in ROUTES {
             text.push_str(&format!("| `{method} {route}` |"));
             for role in Role::ALL {
-                text.push_str(if allows(role, operation) { " yes |" } else { " – |" });
+                text.push_str(&format!(" {} |", shown(role, operation)));
             }
             text.push('\n');
         }
@@ -208,8 +250,8 @@ mod tests {
     fn a_role_is_refused_what_others_may_with_a_way_out() {
         let decide = |claim: &RoleClaim, request| decide(claim, WithoutRole::Refuse, request);
         let reader = RoleClaim::Role(Role::Reader);
-        assert_eq!(decide(&reader, ("GET", "/v1/pools")), Ok(()));
-        assert_eq!(decide(&reader, ("HEAD", "/v1/pools")), Ok(()));
+        assert_eq!(decide(&reader, ("GET", "/v1/pools")), Ok(Scope::All));
+        assert_eq!(decide(&reader, ("HEAD", "/v1/pools")), Ok(Scope::All));
         let refused = decide(&reader, ("DELETE", "/v1/volumes/{id}")).unwrap_err().to_string();
         assert!(
             refused.contains("role reader") && refused.contains("nestor:driver or nestor:operator"),
@@ -218,13 +260,67 @@ mod tests {
         let driver = RoleClaim::Role(Role::Driver);
         assert!(decide(&driver, ("DELETE", "/v1/pools/{name}")).is_err());
         assert!(decide(&driver, ("POST", "/v1/pools")).is_err());
-        assert_eq!(decide(&RoleClaim::Role(Role::Operator), ("POST", "/v1/pools")), Ok(()));
+        assert_eq!(decide(&RoleClaim::Role(Role::Operator), ("POST", "/v1/pools")), Ok(Scope::All));
+    }
+
+    /// A client of each role, of the account `a` if the role is for one.
+    fn clients() -> impl Iterator<Item = (Role, RoleClaim)> {
+        let claim = |role: Role| match role.is_of_one_account() {
+            true => RoleClaim::OfAccount(role, account("a")),
+            false => RoleClaim::Role(role),
+        };
+        Role::ALL.into_iter().map(move |role| (role, claim(role)))
+    }
+
+    fn account(name: &str) -> Account {
+        Account::new(name).unwrap()
+    }
+
+    /// Whether a client may do an operation with an object of an owner.
+    fn reaches(claim: &RoleClaim, (method, route): (&str, &str), owner: &str) -> bool {
+        let owner = Owner { account: account(owner), class: String::new() };
+        decide(claim, WithoutRole::Refuse, (method, route)).is_ok_and(|scope| scope.includes(&owner))
+    }
+
+    #[test]
+    fn each_role_reaches_in_each_operation_the_objects_of_all_owners_or_of_its_account() {
+        for (method, route, operation) in ROUTES {
+            for (role, claim) in clients() {
+                for owner in ["", "a", "b"] {
+                    let expected = allows(role, operation) && (role != Role::Backup || owner == "a");
+                    let found = reaches(&claim, (method, route), owner);
+                    assert_eq!(found, expected, "{role}: {method} {route} of {owner:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_backup_without_an_account_is_refused_everything_with_a_way_out() {
+        let claim = RoleClaim::WithoutAccount(Role::Backup);
+        for (method, route, _) in ROUTES {
+            for without in [WithoutRole::Operator, WithoutRole::Refuse] {
+                let refused = decide(&claim, without, (method, route)).unwrap_err().to_string();
+                assert!(refused.contains("storage-infra pki issue --role backup --account"), "{refused}");
+                assert!(refused.contains("nestor:backup and nestor:account:ACCOUNT"), "{refused}");
+            }
+        }
+        assert!(decide_metrics(&claim).is_err());
+    }
+
+    #[test]
+    fn no_client_of_one_account_reads_the_metrics() {
+        for (role, claim) in clients() {
+            assert_eq!(decide_metrics(&claim).is_ok(), !role.is_of_one_account(), "{role}");
+        }
+        assert_eq!(decide_metrics(&RoleClaim::None), Ok(()));
+        assert!(decide_metrics(&RoleClaim::Invalid(vec!["nestor:account:a".into()])).is_err());
     }
 
     #[test]
     fn a_certificate_without_a_role_is_refused_or_an_operators() {
         let request = ("DELETE", "/v1/pools/{name}");
-        assert_eq!(decide(&RoleClaim::None, WithoutRole::Operator, request), Ok(()));
+        assert_eq!(decide(&RoleClaim::None, WithoutRole::Operator, request), Ok(Scope::All));
         let refused = decide(&RoleClaim::None, WithoutRole::Refuse, request).unwrap_err().to_string();
         assert!(refused.contains("has no role") && refused.contains("pki issue --role"), "{refused}");
         let invalid = RoleClaim::Invalid(vec!["nestor:root".into()]);

@@ -178,8 +178,8 @@ fn read(connection: &mut Connection) -> Result<(Content, Summary)> {
     let content = Content {
         revision: rows.revision()?,
         pools: rows.pools()?,
-        volumes: rows.volumes("", ALL)?.into_iter().map(revision_of).collect::<Result<_>>()?,
-        snapshots: rows.snapshots(None, "", ALL)?,
+        volumes: rows.volumes(None, "", ALL)?.into_iter().map(revision_of).collect::<Result<_>>()?,
+        snapshots: rows.snapshots(None, None, "", ALL)?,
         attachments: rows.attachments(None, None)?,
         registered: integrity::read_all(&rows)?,
     };

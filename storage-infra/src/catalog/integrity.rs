@@ -158,8 +158,8 @@ pub(super) fn faults(connection: &Connection) -> Result<Vec<String>> {
 
 /// Decodes every row once, so that a corrupt row fails the start instead of a later operation.
 pub(super) fn read_all(tx: &Tx<'_>) -> Result<Registered> {
-    tx.volumes("", usize::MAX >> 1)?;
-    tx.snapshots(None, "", usize::MAX >> 1)?;
+    tx.volumes(None, "", usize::MAX >> 1)?;
+    tx.snapshots(None, None, "", usize::MAX >> 1)?;
     tx.attachments(None, None)?;
     Registered::of(tx)
 }

@@ -1,6 +1,6 @@
 //! Table of snapshots.
 
-use infra_api::{Labels, Owner, PoolName, SnapshotId, VolumeId, VolumeState};
+use infra_api::{Account, Labels, Owner, PoolName, SnapshotId, VolumeId, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -72,19 +72,23 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// Reads at most `limit` snapshots of one volume or of all, with IDs after `after`, ordered by ID.
+    /// Reads at most `limit` snapshots of one account or of all, and of one volume or of all, with IDs after `after`, ordered
+    /// by ID.
     pub fn snapshots(
         &self,
+        account: Option<&Account>,
         volume: Option<&VolumeId>,
         after: &str,
         limit: usize,
     ) -> Result<Vec<SnapshotRow>> {
         let of = if volume.is_some() { "volume = ?2" } else { "?2 IS NULL" };
+        let counts_for = if account.is_some() { "account = ?3" } else { "?3 IS NULL" };
+        let (account, volume) = (account.map(Account::as_str), volume.map(VolumeId::as_str));
         self.0
             .prepare_cached(&format!(
-                "SELECT {COLUMNS} FROM snapshots WHERE id > ?1 AND {of} ORDER BY id LIMIT ?3"
+                "SELECT {COLUMNS} FROM snapshots WHERE id > ?1 AND {of} AND {counts_for} ORDER BY id LIMIT ?4"
             ))?
-            .query_map(params![after, volume.map(VolumeId::as_str), limit], read)?
+            .query_map(params![after, volume, account, limit], read)?
             .map(|row| row?)
             .collect()
     }

@@ -1,6 +1,6 @@
 //! Table of volumes.
 
-use infra_api::{FormatToken, Owner, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
+use infra_api::{Account, FormatToken, Owner, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -114,11 +114,14 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// Reads at most `limit` volumes with IDs after `after`, ordered by ID.
-    pub fn volumes(&self, after: &str, limit: usize) -> Result<Vec<VolumeRow>> {
+    /// Reads at most `limit` volumes of one account or of all, with IDs after `after`, ordered by ID.
+    pub fn volumes(&self, account: Option<&Account>, after: &str, limit: usize) -> Result<Vec<VolumeRow>> {
+        let of = if account.is_some() { "account = ?2" } else { "?2 IS NULL" };
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE id > ?1 ORDER BY id LIMIT ?2"))?
-            .query_map(params![after, limit], read)?
+            .prepare_cached(&format!(
+                "SELECT {COLUMNS} FROM volumes WHERE id > ?1 AND {of} ORDER BY id LIMIT ?3"
+            ))?
+            .query_map(params![after, account.map(Account::as_str), limit], read)?
             .map(|row| row?)
             .collect()
     }

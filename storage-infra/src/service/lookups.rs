@@ -1,9 +1,10 @@
 //! Lookups in the catalog that fail with a problem if an object does not exist or is not ready.
 
-use infra_api::{NodeRef, ObjectKind, PoolName, Problem, ProblemCode, VolumeId, VolumeState};
+use infra_api::{NodeRef, ObjectKind, PoolName, Problem, ProblemCode, SnapshotId, VolumeId, VolumeState};
 
 use super::problems::{Failure, Result};
-use crate::catalog::{AttachmentRow, PoolRow, Tx, VolumeRow};
+use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::scope::Scope;
 
 /// A pool.
 pub(super) fn pool(tx: &Tx<'_>, name: &PoolName) -> Result<PoolRow> {
@@ -15,9 +16,26 @@ pub(super) fn pool_of(tx: &Tx<'_>, volume: &VolumeRow) -> Result<PoolRow> {
     pool(tx, &volume.pool)
 }
 
+/// A volume that exists for the client.
+pub(super) fn volume_in(tx: &Tx<'_>, scope: &Scope, id: &VolumeId) -> Result<VolumeRow> {
+    let row = tx.volume(id)?.filter(|row| scope.includes(&row.owner));
+    row.ok_or_else(|| Failure::not_found(ObjectKind::Volume, id))
+}
+
+/// A snapshot that exists for the client.
+pub(super) fn snapshot_in(tx: &Tx<'_>, scope: &Scope, id: &SnapshotId) -> Result<SnapshotRow> {
+    let row = tx.snapshot(id)?.filter(|row| scope.includes(&row.owner));
+    row.ok_or_else(|| Failure::not_found(ObjectKind::Snapshot, id))
+}
+
 /// A volume in state ready.
 pub(super) fn ready_volume(tx: &Tx<'_>, id: &VolumeId) -> Result<VolumeRow> {
-    let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, id))?;
+    ready_volume_in(tx, &Scope::All, id)
+}
+
+/// A volume in state ready that exists for the client.
+pub(super) fn ready_volume_in(tx: &Tx<'_>, scope: &Scope, id: &VolumeId) -> Result<VolumeRow> {
+    let row = volume_in(tx, scope, id)?;
     match row.state {
         VolumeState::Ready => Ok(row),
         VolumeState::Creating => {

@@ -6,6 +6,7 @@ use infra_api::{ObjectKind, Problem, ProblemCode};
 use crate::catalog::CatalogError;
 use crate::engine::EngineError;
 use crate::hypervisor::HypervisorError;
+use crate::scope::OutOfScope;
 
 /// Result of an operation.
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -55,6 +56,12 @@ impl std::fmt::Display for Failure {
 impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
         Self(Box::new(problem))
+    }
+}
+
+impl From<OutOfScope> for Failure {
+    fn from(refusal: OutOfScope) -> Self {
+        Self::new(ProblemCode::Forbidden, refusal.to_string())
     }
 }
 

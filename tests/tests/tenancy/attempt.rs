@@ -48,6 +48,8 @@ pub(super) enum By {
     GrpcServer,
     /// The storage infra, in the TLS handshake.
     Tls,
+    /// The storage infra, by the client's certificate.
+    StorageInfra,
     /// The network of the VM.
     Network,
     /// The hypervisor.
@@ -183,6 +185,7 @@ impl fmt::Display for By {
             Self::GcCsiNode => "gc-csi-node",
             Self::GrpcServer => "gRPC server",
             Self::Tls => "TLS",
+            Self::StorageInfra => "storage infra",
             Self::Network => "network",
             Self::Hypervisor => "hypervisor",
         })

@@ -5,9 +5,10 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use csi::proto::ControllerGetCapabilitiesRequest;
 use futures::future::{BoxFuture, try_join_all};
+use infra_api::{Account, Client, ClientOptions, Labels, Role, SnapshotId, SnapshotSpec, VolumeId};
 use tests::bytes::noise;
 use tests::driver::{Driver, new_volume};
-use tests::{MIB, PATIENCE, Scenario};
+use tests::{MIB, PATIENCE, Scenario, unique};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
@@ -72,6 +73,21 @@ pub(super) fn at_the_infra() -> Vec<Attempt<InfraAct>> {
             Refused(By::Tls),
         ),
         at_infra("open many connections and send nothing", |s| Box::pin(open_to_the_infra(s)), SERVES),
+        at_infra(
+            "read another guest's volume with the certificate of the own backup",
+            |s| Box::pin(read_as_a_backup(s)),
+            Refused(By::StorageInfra),
+        ),
+        at_infra(
+            "take a snapshot of another guest's volume with the certificate of the own backup",
+            |s| Box::pin(snapshot_as_a_backup(s)),
+            Refused(By::StorageInfra),
+        ),
+        at_infra(
+            "delete another guest's snapshot with the certificate of the own backup",
+            |s| Box::pin(delete_as_a_backup(s)),
+            Refused(By::StorageInfra),
+        ),
     ]
 }
 
@@ -149,6 +165,58 @@ async fn https_without_a_certificate(s: &Scenario) -> Result<Seen> {
         Ok(_) | Err(kube::Error::Api(_)) => Ok(Seen::Permitted),
         Err(error) => Ok(Seen::Refused(By::Tls, error.to_string())),
     }
+}
+
+/// The backup of another account, and a volume of the lab's guest.
+async fn backup_and_volume(s: &Scenario) -> Result<(Client, VolumeId)> {
+    let infra = s.lab.state().infra.as_ref().context("the lab has no storage infra")?;
+    let backup = Client::new(&ClientOptions::from_pki_dir(&infra.url, &infra.pki, Role::Backup))?;
+    let volume = s.infra_volume(&s.volume().await?).await?;
+    ensure!(volume.owner.account.as_str() == s.cluster_id, "{volume:?}");
+    Ok((backup, volume.id))
+}
+
+async fn read_as_a_backup(s: &Scenario) -> Result<Seen> {
+    let (backup, volume) = backup_and_volume(s).await?;
+    let listed = backup.list_volumes(None, None).await?.items;
+    let is_listed = listed.iter().any(|one| one.id == volume);
+    let seen = backup.get_volume(&volume).await?;
+    Ok(match seen {
+        None if !is_listed => Seen::Refused(By::StorageInfra, "it does not exist".to_owned()),
+        _ => Seen::Permitted,
+    })
+}
+
+async fn snapshot_as_a_backup(s: &Scenario) -> Result<Seen> {
+    let (backup, volume) = backup_and_volume(s).await?;
+    let id = SnapshotId::new(unique("attempt"))?;
+    let refused = match backup.put_snapshot(&id, &snapshot_of(volume.clone()), PATIENCE).await {
+        Ok(_) => return Ok(Seen::Permitted),
+        Err(error) => error.problem().with_context(|| error.to_string())?.clone(),
+    };
+    let expected = format!("the volume {volume} does not exist");
+    ensure!(refused.status == 404 && refused.detail == expected, "{refused:?}");
+    ensure!(s.infra.get_snapshot(&id).await?.is_none(), "the snapshot exists");
+    Ok(Seen::Refused(By::StorageInfra, refused.detail))
+}
+
+async fn delete_as_a_backup(s: &Scenario) -> Result<Seen> {
+    let (backup, volume) = backup_and_volume(s).await?;
+    let id = SnapshotId::new(unique("victim"))?;
+    s.infra.put_snapshot(&id, &snapshot_of(volume), PATIENCE).await?;
+    let deleted = backup.delete_snapshot(&id).await;
+    let kept = s.infra.get_snapshot(&id).await?;
+    s.infra.delete_snapshot(&id).await?;
+    // As for a snapshot that does not exist.
+    deleted?;
+    Ok(match kept {
+        Some(_) => Seen::Refused(By::StorageInfra, "it does not exist".to_owned()),
+        None => Seen::Permitted,
+    })
+}
+
+fn snapshot_of(volume: VolumeId) -> SnapshotSpec {
+    SnapshotSpec { volume, account: Account::default(), labels: Labels::new() }
 }
 
 async fn open_to_the_infra(s: &Scenario) -> Result<Seen> {

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
-use infra_api::Role;
+use infra_api::{Account, Role, account_organization};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, PublicKeyData,
@@ -24,6 +24,8 @@ pub(super) struct Subject<'a> {
     pub(super) name: &'a str,
     /// Role of a client; None for the server.
     pub(super) role: Option<Role>,
+    /// Account of a client whose role is for one account.
+    pub(super) account: Option<&'a Account>,
     /// Host names and addresses of the server.
     pub(super) hosts: &'a [String],
 }
@@ -66,6 +68,9 @@ impl Authority {
         if let Some(role) = subject.role {
             leaf.distinguished_name.push(DnType::OrganizationName, role.organization());
         }
+        if let Some(account) = subject.account {
+            leaf.distinguished_name.push(second_organization(), account_organization(account));
+        }
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![match subject.role {
             Some(_) => ExtendedKeyUsagePurpose::ClientAuth,
@@ -76,6 +81,11 @@ impl Authority {
         let issuer = Issuer::new(ca_params()?, &self.0);
         Ok((leaf.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
     }
+}
+
+/// The attribute type O once more, by its OID 2.5.4.10: rcgen keeps one value of each of its types.
+fn second_organization() -> DnType {
+    DnType::CustomDnType(vec![2, 5, 4, 10])
 }
 
 fn ca_params() -> anyhow::Result<CertificateParams> {

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use infra_api::Role;
+use infra_api::{Account, Role};
 use process_kit::duration;
 
 use authority::{Authority, Subject};
@@ -72,6 +72,10 @@ pub(super) struct IssueArgs {
     /// Host name or IP address of the server. Repeatable. Required for the role server.
     #[arg(long = "host", value_name = "NAME|IP", required_if_eq("role", "server"))]
     hosts: Vec<String>,
+    /// Account whose volumes and snapshots the client reaches: the cluster ID of a guest. Required for the role backup, refused
+    /// for others.
+    #[arg(long, value_name = "ACCOUNT", value_parser = account, required_if_eq("role", "backup"))]
+    account: Option<Account>,
     /// Validity of the certificate, such as 12h or 30d.
     #[arg(long, value_name = "DURATION", default_value = LIFETIME, value_parser = lifetime)]
     lifetime: Duration,
@@ -100,7 +104,7 @@ enum Holder {
     Operator,
     /// Clients that only read, such as nestor-console.
     Reader,
-    /// Backups.
+    /// Backups of one guest.
     Backup,
 }
 
@@ -129,6 +133,11 @@ fn lifetime(text: &str) -> Result<Duration, String> {
         long if long > longest => Err(format!("must be at most {}", duration::show(longest))),
         lifetime => Ok(lifetime),
     }
+}
+
+fn account(text: &str) -> Result<Account, String> {
+    let account = Account::new(text).map_err(|error| error.to_string())?;
+    Some(account).filter(|account| !account.is_nobody()).ok_or_else(|| "must not be empty".to_owned())
 }
 
 fn file_name(text: &str) -> Result<String, String> {
@@ -163,7 +172,7 @@ fn init(args: &InitArgs) -> anyhow::Result<()> {
     directory.save_authority(&authority.key_pem(), &authority.certificate_pem()?)?;
     for holder in holders {
         let hosts = if holder == Holder::Server { &args.hosts[..] } else { &[] };
-        let subject = Subject { name: common_name(holder), role: holder.role(), hosts };
+        let subject = Subject { name: common_name(holder), role: holder.role(), account: None, hosts };
         let (certificate, key) = authority.sign(&subject, args.lifetime)?;
         directory.save(holder.name(), &certificate, &key, false)?;
     }
@@ -182,13 +191,30 @@ fn common_name(holder: Holder) -> &'static str {
 }
 
 fn issue(args: &IssueArgs) -> anyhow::Result<()> {
+    refuse_needless_account(args)?;
     let directory = args.location.open();
     let name = args.name.as_deref();
     let authority = Authority::load(&directory.ca_key()?, &directory.trusted()?)?;
-    let subject =
-        Subject { name: name.unwrap_or(common_name(args.role)), role: args.role.role(), hosts: &args.hosts };
+    let subject = Subject {
+        name: name.unwrap_or(common_name(args.role)),
+        role: args.role.role(),
+        account: args.account.as_ref(),
+        hosts: &args.hosts,
+    };
     let (certificate, key) = authority.sign(&subject, args.lifetime)?;
     directory.save(name.unwrap_or(args.role.name()), &certificate, &key, args.overwrite)
+}
+
+/// Refuses an account for a role that is for all accounts: its client would not be limited to it.
+fn refuse_needless_account(args: &IssueArgs) -> anyhow::Result<()> {
+    let is_of_one = args.role.role().is_some_and(Role::is_of_one_account);
+    anyhow::ensure!(
+        args.account.is_none() || is_of_one,
+        "--account is not possible with --role {}, which is for all accounts; nothing was written: leave it out, or issue a \
+         certificate of the role backup",
+        args.role.name()
+    );
+    Ok(())
 }
 
 fn rotate(args: &RotateArgs) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use clap::Parser;
-use infra_api::RoleClaim;
+use infra_api::{Account, RoleClaim};
 
 use super::*;
 
@@ -55,9 +55,9 @@ fn issue_overwrites_only_when_asked_and_signs_with_the_kept_ca() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     pki(dir, &["init", "--host", "infra.example"]).unwrap();
-    pki(dir, &["issue", "--role", "backup", "--name", "nightly", "--lifetime", "12h"]).unwrap();
+    pki(dir, &["issue", "--role", "reader", "--name", "nightly", "--lifetime", "12h"]).unwrap();
     let (name, claim, _) = subject(&read(dir, "nightly.crt"));
-    assert_eq!((name.as_str(), claim), ("nightly", RoleClaim::Role(Role::Backup)));
+    assert_eq!((name.as_str(), claim), ("nightly", RoleClaim::Role(Role::Reader)));
     assert!(authority::is_signed_by(&read(dir, "nightly.crt"), &read(dir, "ca.crt")));
     let before = read(dir, "driver.crt");
     let refused = pki(dir, &["issue", "--role", "driver"]).unwrap_err().to_string();
@@ -68,6 +68,35 @@ fn issue_overwrites_only_when_asked_and_signs_with_the_kept_ca() {
     assert!(pki(dir, &["issue", "--role", "server"]).is_err(), "a server has a host");
     assert!(pki(dir, &["issue", "--role", "reader", "--name", "../x"]).is_err());
     assert!(pki(dir, &["issue", "--role", "reader", "--lifetime", "1s"]).is_err());
+}
+
+#[test]
+fn the_certificate_of_a_backup_names_one_account_and_no_other_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    pki(dir, &["init", "--host", "infra.example"]).unwrap();
+    // As long as an account can be.
+    for account in ["a", "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", &"A".repeat(63)] {
+        pki(dir, &["issue", "--role", "backup", "--account", account, "--overwrite"]).unwrap();
+        let (_, claim, _) = subject(&read(dir, "backup.crt"));
+        assert_eq!(claim, RoleClaim::OfAccount(Role::Backup, Account::new(account).unwrap()));
+    }
+    let before = read(dir, "backup.crt");
+    for words in [
+        &["--role", "backup"][..],
+        &["--role", "backup", "--account", ""],
+        &["--role", "backup", "--account", "a/b"],
+    ] {
+        let refused = pki(dir, &[&["issue", "--overwrite"], words].concat()).unwrap_err().to_string();
+        assert!(refused.contains("--account"), "{refused}");
+    }
+    for role in ["driver", "operator", "reader", "server"] {
+        let words = ["issue", "--role", role, "--host", "x", "--account", "a", "--name", "limited"];
+        let refused = pki(dir, &words).unwrap_err().to_string();
+        assert!(refused.contains("--account is not possible"), "{refused}");
+    }
+    assert_eq!(read(dir, "backup.crt"), before);
+    assert!(!dir.join("limited.crt").exists());
 }
 
 #[test]

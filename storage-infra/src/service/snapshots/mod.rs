@@ -19,6 +19,7 @@ use super::problems::{Failure, Result};
 use crate::audit;
 use crate::catalog::{SnapshotRow, Tx};
 use crate::engine::Object;
+use crate::scope::{Deletion, Scope};
 
 /// Maximum number of snapshots in one page of a list.
 const PAGE: usize = 1000;
@@ -44,30 +45,28 @@ impl Snapshots {
     }
 
     /// One snapshot.
-    pub async fn get(&self, id: &SnapshotId) -> Result<Snapshot> {
-        let id = id.clone();
-        let row = self
-            .core
-            .catalog()
-            .read(move |tx| -> Result<_> {
-                tx.snapshot(&id)?.ok_or_else(|| Failure::not_found(ObjectKind::Snapshot, &id))
-            })
-            .await?;
+    pub async fn get(&self, scope: &Scope, id: &SnapshotId) -> Result<Snapshot> {
+        let (scope, id) = (scope.clone(), id.clone());
+        let row = self.core.catalog().read(move |tx| lookups::snapshot_in(tx, &scope, &id)).await?;
         Ok(self.to_snapshot(row))
     }
 
     /// One page of snapshots, of one volume or of all, with IDs after `after`.
     pub async fn list(
         &self,
+        scope: &Scope,
         volume: Option<VolumeId>,
         limit: Option<usize>,
         after: String,
     ) -> Result<List<Snapshot>> {
+        let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
         let mut rows = self
             .core
             .catalog()
-            .read(move |tx| -> Result<_> { Ok(tx.snapshots(volume.as_ref(), &after, limit + 1)?) })
+            .read(move |tx| -> Result<_> {
+                Ok(tx.snapshots(account.as_ref(), volume.as_ref(), &after, limit + 1)?)
+            })
             .await?;
         let more = rows.len() > limit;
         rows.truncate(limit);
@@ -94,36 +93,39 @@ impl Snapshots {
     /// Waits at most `wait`; the operation continues.
     pub async fn put(
         self: &Arc<Self>,
+        scope: &Scope,
         id: SnapshotId,
         spec: SnapshotSpec,
         wait: Duration,
     ) -> Result<(Snapshot, bool)> {
-        let snapshots = self.clone();
+        let spec = scope.snapshot(spec)?;
+        let (snapshots, client) = (self.clone(), scope.clone());
         let (key, requested) = (id.clone(), spec.clone());
         let create = |started: oneshot::Sender<()>| async move {
             let _lock = snapshots.core.lock_snapshot(&key).await;
-            let (name, expected) = (key.clone(), requested.clone());
-            let found = snapshots.core.catalog().read(move |tx| same_snapshot(tx, &name, &expected)).await?;
+            let (scope, name, expected) = (client.clone(), key.clone(), requested.clone());
+            let find = move |tx: &Tx<'_>| same_snapshot(tx, &scope, &name, &expected);
+            let found = snapshots.core.catalog().read(find).await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
                 None => {
                     requested
                         .check_bounds()
                         .map_err(|what| Problem::from(what).about(ObjectKind::Snapshot, &key))?;
-                    (snapshots.reserve(&key, requested).await?, true)
+                    (snapshots.reserve(&client, &key, requested).await?, true)
                 }
             };
             let _ = started.send(());
             if row.state == VolumeState::Creating {
-                snapshots.finish(row, true).await?;
+                snapshots.finish(&client, row, true).await?;
             }
-            Ok((snapshots.get(&key).await?, created))
+            Ok((snapshots.get(&Scope::All, &key).await?, created))
         };
         if let Some(result) = self.core.run_with_timeout(wait, create).await {
             return result;
         }
-        let name = id.clone();
-        match self.core.catalog().read(move |tx| same_snapshot(tx, &name, &spec)).await? {
+        let (scope, name) = (scope.clone(), id.clone());
+        match self.core.catalog().read(move |tx| same_snapshot(tx, &scope, &name, &spec)).await? {
             Some(row) => Ok((self.to_snapshot(row), false)),
             None => {
                 let detail = format!("the snapshot {id} waits for other operations; retry");
@@ -133,12 +135,12 @@ impl Snapshots {
     }
 
     /// Deletes a snapshot and its bytes, also while it is being taken. False if it did not exist.
-    pub async fn delete(self: &Arc<Self>, id: SnapshotId) -> Result<bool> {
-        let snapshots = self.clone();
+    pub async fn delete(self: &Arc<Self>, scope: &Scope, id: SnapshotId) -> Result<bool> {
+        let (snapshots, scope) = (self.clone(), scope.clone());
         self.core
             .run_to_completion(async move {
                 // Before taking the lock, so that a request that holds it does not restart the copy.
-                if !snapshots.begin_delete(&id).await? {
+                if !snapshots.begin_delete(scope, &id).await? {
                     return Ok(false);
                 }
                 snapshots.copies.cancel(&Object::Snapshot(id.clone()));
@@ -149,14 +151,19 @@ impl Snapshots {
             .await
     }
 
-    async fn begin_delete(&self, id: &SnapshotId) -> Result<bool> {
+    /// False if it does not exist for the client.
+    async fn begin_delete(&self, scope: Scope, id: &SnapshotId) -> Result<bool> {
         let id = id.clone();
         self.core
             .catalog()
             .run(move |tx| -> Result<_> {
-                let found = tx.snapshot(&id)?.is_some();
-                tx.begin_delete_snapshot(&id)?;
-                Ok(found)
+                let Some(row) = tx.snapshot(&id)? else { return Ok(false) };
+                match scope.deletion(&row.owner, &row.labels) {
+                    Deletion::Missing => return Ok(false),
+                    Deletion::Refused(why) => return Err(why.into()),
+                    Deletion::Permitted => tx.begin_delete_snapshot(&id)?,
+                }
+                Ok(true)
             })
             .await
     }
@@ -194,7 +201,7 @@ impl Snapshots {
         let row = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.snapshot(&key)?) }).await?;
         let Some(row) = row else { return Ok(()) };
         match row.state {
-            VolumeState::Creating => self.finish(row, false).await,
+            VolumeState::Creating => self.finish(&Scope::All, row, false).await,
             VolumeState::Deleting => self.finish_delete(id).await,
             VolumeState::Ready => Ok(()),
         }
@@ -202,10 +209,18 @@ impl Snapshots {
 }
 
 /// The existing snapshot, if its spec equals the requested one.
-fn same_snapshot(tx: &Tx<'_>, id: &SnapshotId, requested: &SnapshotSpec) -> Result<Option<SnapshotRow>> {
+fn same_snapshot(
+    tx: &Tx<'_>,
+    scope: &Scope,
+    id: &SnapshotId,
+    requested: &SnapshotSpec,
+) -> Result<Option<SnapshotRow>> {
     let Some(row) = tx.snapshot(id)? else { return Ok(None) };
     let about =
         |code, detail: String| Failure::from(Problem::new(code, detail).about(ObjectKind::Snapshot, id));
+    if !scope.includes(&row.owner) {
+        return Err(about(ProblemCode::Exists, format!("the ID {id} is taken; choose another")));
+    }
     if row.state == VolumeState::Deleting {
         let detail = format!("the snapshot {id} is being deleted; retry after the deletion");
         return Err(about(ProblemCode::Unavailable, detail));
@@ -216,6 +231,11 @@ fn same_snapshot(tx: &Tx<'_>, id: &SnapshotId, requested: &SnapshotSpec) -> Resu
             row.volume, requested.volume
         );
         return Err(about(ProblemCode::Exists, detail));
+    }
+    let source = tx.volume(&row.volume)?.map(|volume| volume.owner);
+    if row.state == VolumeState::Creating && source.is_some_and(|owner| !scope.includes(&owner)) {
+        // The request would take the content that the volume has now.
+        return Err(Failure::not_found(ObjectKind::Volume, &row.volume));
     }
     Ok(Some(row))
 }

@@ -11,25 +11,31 @@ use crate::budget::Demand;
 use crate::catalog::{PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::{Method, Object};
 use crate::placement::Candidate;
+use crate::scope::Scope;
 use crate::service::budgets::refuse_over_budget;
 use crate::service::core::now;
 use crate::service::files::{Origin, refuse_copy_while_writable};
-use crate::service::lookups::{self, pool_of, ready_volume};
+use crate::service::lookups::{self, pool_of, ready_volume_in};
 use crate::service::pools::CapacityInputs;
 use crate::service::problems::{Failure, Result};
 use crate::service::records::snapshot_record;
 
 impl Snapshots {
     /// Measures the bytes that the snapshot can keep allocated, and writes the intent.
-    pub(super) async fn reserve(&self, id: &SnapshotId, spec: SnapshotSpec) -> Result<SnapshotRow> {
-        let volume = spec.volume.clone();
-        let source = self.core.catalog().read(move |tx| ready_volume(tx, &volume)).await?;
+    pub(super) async fn reserve(
+        &self,
+        scope: &Scope,
+        id: &SnapshotId,
+        spec: SnapshotSpec,
+    ) -> Result<SnapshotRow> {
+        let (client, volume) = (scope.clone(), spec.volume.clone());
+        let source = self.core.catalog().read(move |tx| ready_volume_in(tx, &client, &volume)).await?;
         let name = source.pool.clone();
         let pool = self.core.catalog().read(move |tx| lookups::pool(tx, &name)).await?;
         let _placing = self.capacity.placing().await;
         let mut inputs = self.capacity.inputs().await?;
         let row = loop {
-            match self.try_reserve(id, &spec, &source, &pool, &inputs).await {
+            match self.try_reserve(scope, id, &spec, &source, &pool, &inputs).await {
                 Err(refusal) => self.capacity.rescan_after(&mut inputs, refusal).await?,
                 Ok(row) => break row,
             }
@@ -40,6 +46,7 @@ impl Snapshots {
 
     async fn try_reserve(
         &self,
+        scope: &Scope,
         id: &SnapshotId,
         spec: &SnapshotSpec,
         source: &VolumeRow,
@@ -80,33 +87,35 @@ impl Snapshots {
             created_at: now(),
             owner: owner(&spec.account, &source.owner),
         };
-        let (insert, inputs) = (row.clone(), inputs.clone());
+        let (mut row, scope, account, inputs) = (row, scope.clone(), spec.account.clone(), inputs.clone());
         self.core
             .catalog()
             .run(move |tx| -> Result<_> {
-                refuse_beyond_budget(tx, &insert)?;
-                refuse_without_capacity(&insert, inputs.candidates(tx, None)?)?;
-                if ready_volume(tx, &insert.volume)?.size() != insert.capacity {
-                    let detail = format!("the volume {} was expanded meanwhile; retry", insert.volume);
+                let source = ready_volume_in(tx, &scope, &row.volume)?;
+                row.owner = owner(&account, &source.owner);
+                refuse_beyond_budget(tx, &row)?;
+                refuse_without_capacity(&row, inputs.candidates(tx, None)?)?;
+                if source.size() != row.capacity {
+                    let detail = format!("the volume {} was expanded meanwhile; retry", row.volume);
                     let problem = Problem::new(ProblemCode::Unavailable, detail);
-                    return Err(problem.about(ObjectKind::Volume, &insert.volume).into());
+                    return Err(problem.about(ObjectKind::Volume, &row.volume).into());
                 }
-                if insert.copying {
-                    let why = format!("its pool {} has no reflink", insert.pool);
-                    refuse_copy_while_writable(tx, &insert.volume, &why)?;
+                if row.copying {
+                    let why = format!("its pool {} has no reflink", row.pool);
+                    refuse_copy_while_writable(tx, &row.volume, &why)?;
                 }
-                Ok(tx.insert_snapshot(&insert)?)
+                tx.insert_snapshot(&row)?;
+                Ok(row)
             })
-            .await?;
-        Ok(row)
+            .await
     }
 
     /// Takes a snapshot whose intent is written. A failed one is deleted, unless its file is complete or may be: then
     /// a retry completes it. After a crash (`by_request` is false) an incomplete reflink snapshot is not retaken at a
     /// later time, but deleted; a block-by-block copy is repeated, since its volume could not be written meanwhile.
-    pub(super) async fn finish(&self, row: SnapshotRow, by_request: bool) -> Result<()> {
+    pub(super) async fn finish(&self, scope: &Scope, row: SnapshotRow, by_request: bool) -> Result<()> {
         let (id, pool, size, identity) = (row.id.clone(), row.pool.clone(), row.reserved, row.family);
-        match self.take(row, by_request).await {
+        match self.take(scope, row, by_request).await {
             Ok(true) => {
                 self.core.emit(EventKind::Snapshot, &id, Change::Updated);
                 Ok(())
@@ -133,14 +142,15 @@ impl Snapshots {
     }
 
     /// True if it is complete, false if it was cancelled.
-    async fn take(&self, row: SnapshotRow, by_request: bool) -> Result<bool> {
-        let (name, volume) = (row.pool.clone(), row.volume.clone());
+    async fn take(&self, scope: &Scope, row: SnapshotRow, by_request: bool) -> Result<bool> {
+        let (scope, name, volume) = (scope.clone(), row.pool.clone(), row.volume.clone());
         let (pool, source) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let pool = lookups::pool(tx, &name)?;
-                let source = tx.volume(&volume)?.map(|row| pool_of(tx, &row)).transpose()?;
+                let source = tx.volume(&volume)?.filter(|row| scope.includes(&row.owner));
+                let source = source.map(|row| pool_of(tx, &row)).transpose()?;
                 Ok((pool, source))
             })
             .await?;

@@ -17,6 +17,7 @@ use super::size::rounded_size;
 use crate::audit;
 use crate::catalog::{PoolRow, Tx, VolumeRow};
 use crate::engine::{EngineError, Method, Object, Record};
+use crate::scope::Scope;
 use crate::service::files::Origin;
 use crate::service::lookups::pool_of;
 use crate::service::problems::{Failure, Result};
@@ -52,7 +53,7 @@ impl Volumes {
             if row.state == VolumeState::Creating {
                 volumes.finish_create(row).await?;
             }
-            Ok((volumes.get(&key).await?, created))
+            Ok((volumes.get(&Scope::All, &key).await?, created))
         };
         if let Some(result) = self.core.run_with_timeout(wait, create).await {
             return result;

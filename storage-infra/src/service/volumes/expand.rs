@@ -12,6 +12,7 @@ use crate::budget::Demand;
 use crate::catalog::{Tx, VolumeRow};
 use crate::engine::EngineError;
 use crate::placement::Candidate;
+use crate::scope::Scope;
 use crate::service::budgets::refuse_over_budget;
 use crate::service::lookups::{node_refs, pool_of};
 use crate::service::pools::CapacityInputs;
@@ -34,7 +35,7 @@ impl VolumeChanges {
                     .await?;
                 changes.begin_expand(&row, size).await?;
                 changes.finish_expand(&id).await?;
-                changes.volumes.get(&id).await
+                changes.volumes.get(&Scope::All, &id).await
             })
             .await
     }

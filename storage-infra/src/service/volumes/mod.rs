@@ -11,19 +11,20 @@ mod size;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, List, ObjectKind, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
+use infra_api::{Change, EventKind, List, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
 
 use super::attachments::UnexpectedDisks;
 use super::conditions::Conditions;
 use super::core::Core;
 use super::disks::Disks;
 use super::files::{Copies, ObjectFiles};
-use super::lookups::pool_of;
+use super::lookups::{pool_of, volume_in};
 use super::pools::{Engines, PoolCapacity};
-use super::problems::{Failure, Result};
+use super::problems::Result;
 use super::records::Records;
 use crate::catalog::{AttachmentRow, Tx, VolumeRow};
 use crate::engine::Object;
+use crate::scope::Scope;
 
 /// Maximum number of volumes in one page of a list.
 const PAGE: usize = 1000;
@@ -88,13 +89,13 @@ impl Volumes {
     }
 
     /// One volume.
-    pub async fn get(&self, id: &VolumeId) -> Result<Volume> {
-        let id = id.clone();
+    pub async fn get(&self, scope: &Scope, id: &VolumeId) -> Result<Volume> {
+        let (scope, id) = (scope.clone(), id.clone());
         let (row, attachments, pool) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
-                let row = tx.volume(&id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &id))?;
+                let row = volume_in(tx, &scope, &id)?;
                 let pool = pool_of(tx, &row)?;
                 Ok((row, tx.attachments(None, Some(&id))?, pool))
             })
@@ -103,13 +104,15 @@ impl Volumes {
     }
 
     /// One page of volumes with IDs after `after`.
-    pub async fn list(&self, limit: Option<usize>, after: String) -> Result<List<Volume>> {
+    pub async fn list(&self, scope: &Scope, limit: Option<usize>, after: String) -> Result<List<Volume>> {
+        let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
         let (mut rows, attachments, pools) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
-                Ok((tx.volumes(&after, limit + 1)?, tx.attachments(None, None)?, tx.pools()?))
+                let rows = tx.volumes(account.as_ref(), &after, limit + 1)?;
+                Ok((rows, tx.attachments(None, None)?, tx.pools()?))
             })
             .await?;
         let more = rows.len() > limit;

@@ -6,6 +6,7 @@ use infra_api::{ObjectKind, Owner, Problem, Volume, VolumeId};
 
 use super::VolumeChanges;
 use crate::catalog::Tx;
+use crate::scope::Scope;
 use crate::service::problems::{Failure, Result};
 
 impl VolumeChanges {
@@ -28,7 +29,7 @@ impl VolumeChanges {
                     Ok(changed)
                 };
                 changes.change_row(&id, set).await?;
-                changes.volumes.get(&id).await
+                changes.volumes.get(&Scope::All, &id).await
             })
             .await
     }

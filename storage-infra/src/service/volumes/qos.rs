@@ -6,6 +6,7 @@ use infra_api::{ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
 
 use super::VolumeChanges;
 use crate::catalog::Tx;
+use crate::scope::Scope;
 use crate::service::lookups::ready_volume;
 use crate::service::problems::{Failure, Result};
 
@@ -47,7 +48,7 @@ impl VolumeChanges {
                 };
                 changes.change_row(&id, set).await?;
                 changes.finish_qos(&id).await?;
-                changes.volumes.get(&id).await
+                changes.volumes.get(&Scope::All, &id).await
             })
             .await
     }

@@ -1,7 +1,9 @@
 //! What answers show to a client of one account: nothing of other guests, and nothing of the infrastructure but the pool that
 //! has the account's bytes. Pure.
 
-use infra_api::{Condition, Health, List, Problem, ProblemCode, Snapshot, Volume};
+use infra_api::{
+    Condition, GUEST_LABEL, Health, Labels, List, Owner, Problem, ProblemCode, Snapshot, Volume,
+};
 
 /// An answer without what is of others.
 pub(super) trait ForAccount {
@@ -13,14 +15,23 @@ impl ForAccount for Volume {
     /// condition is for the platform team.
     fn for_account(self) -> Self {
         let condition = Condition { message: None, ..self.condition };
-        Self { attached_to: Vec::new(), source: None, condition, ..self }
+        let labels = labels_of(&self.owner, self.labels);
+        Self { attached_to: Vec::new(), source: None, condition, labels, ..self }
     }
 }
 
 impl ForAccount for Snapshot {
     fn for_account(self) -> Self {
-        self
+        let labels = labels_of(&self.owner, self.labels);
+        Self { labels, ..self }
     }
+}
+
+/// The labels of an object, unless they are of an earlier owner.
+fn labels_of(owner: &Owner, labels: Labels) -> Labels {
+    let is_of_owner =
+        labels.get(GUEST_LABEL).is_none_or(|guest| guest.is_empty() || guest == owner.account.as_str());
+    if is_of_owner { labels } else { Labels::new() }
 }
 
 impl<T: ForAccount> ForAccount for List<T> {
@@ -86,7 +97,7 @@ fn text(code: ProblemCode) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use infra_api::{NodeRef, ObjectKind, PoolName, PoolRejection, Rejection};
+    use infra_api::{Account, NodeRef, ObjectKind, PoolName, PoolRejection, Rejection};
     use uuid::Uuid;
 
     use super::*;
@@ -114,6 +125,16 @@ mod tests {
             let json = serde_json::to_string(&shown).unwrap();
             assert!(!["vm-of-b", "pool-x", "77"].iter().any(|secret| json.contains(secret)), "{json}");
         }
+    }
+
+    #[test]
+    fn labels_of_an_earlier_owner_are_not_shown() {
+        let owner = Owner { account: Account::new("b").unwrap(), class: String::new() };
+        let labels = |guest: &str| Labels::from([(GUEST_LABEL.to_owned(), guest.to_owned())]);
+        assert_eq!(labels_of(&owner, labels("b")), labels("b"));
+        assert_eq!(labels_of(&owner, labels("a")), Labels::new());
+        let unlabelled = Labels::from([("x".to_owned(), "y".to_owned())]);
+        assert_eq!(labels_of(&owner, unlabelled.clone()), unlabelled);
     }
 
     #[test]

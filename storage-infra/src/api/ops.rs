@@ -17,7 +17,7 @@ use crate::service::Service;
 pub enum MetricsAuth {
     /// Everyone who reaches the port of --http-listen.
     None,
-    /// Clients with a certificate of --client-ca that is not for one account, on the port of the API.
+    /// Clients with a certificate for all accounts, on the port of the API.
     Certificate,
 }
 

@@ -131,10 +131,10 @@ pub(super) enum Refusal {
     )]
     InvalidRole(Vec<String>),
     #[error(
-        "the role {0} of the client certificate is for the volumes of one account, and the certificate names none: issue one \
-         with `storage-infra pki issue --role {0} --account ACCOUNT`, or one whose subject has the organizations (O) {1} and {2}; \
-         ACCOUNT is the cluster ID of a guest",
-        .0.organization(), account_organization("ACCOUNT")
+        "the role {role} of the client certificate is for the volumes of one account, and the certificate names none: issue one \
+         with `storage-infra pki issue --role {role} --account ACCOUNT`, or one whose subject has the organizations (O) {of_role} \
+         and {of_account}; ACCOUNT is the cluster ID of a guest",
+        role = .0, of_role = .0.organization(), of_account = account_organization("ACCOUNT")
     )]
     NoAccount(Role),
     #[error(

@@ -15,14 +15,17 @@ pub enum Scope {
 /// Why a client of one account is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutOfScope {
+    /// The operation concerns all accounts.
     #[error(
         "the client certificate is for the account {0} only: use one for all accounts, for example of the role operator"
     )]
     AllAccounts(Account),
+    /// The request names an account other than this one.
     #[error(
         "the client certificate is for the account {0}, so the snapshot counts for this account: leave the field account empty"
     )]
     OtherAccount(Account),
+    /// No client with this role took the snapshot.
     #[error(
         "the client certificate has the role {0}, and the snapshot was not taken by this role: delete it in the program that \
          took it, or with a certificate of the role operator"

@@ -60,7 +60,7 @@ impl Volumes {
         }
         let name = id.clone();
         if self.core.catalog().read(move |tx| same_volume(tx, &name, &spec)).await?.is_some() {
-            return Ok((self.get(&id).await?, false));
+            return Ok((self.get(&Scope::All, &id).await?, false));
         }
         let detail = format!("the volume {id} waits for other operations on it; retry");
         Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
-use infra_api::{Health, List, ProblemCode, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId};
+use infra_api::{Account, Health, List, ProblemCode, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId};
 use tokio_util::sync::CancellationToken;
 
 use super::for_account::{ForAccount, without_others};
@@ -109,10 +109,18 @@ impl View {
     fn show<T: ForAccount>(&self, outcome: Result<T>) -> Result<T> {
         match &self.scope {
             Scope::All => outcome,
-            Scope::Account(_, account) => outcome.map(T::for_account).map_err(|failure| {
-                tracing::info!(%account, code = %failure.code(), cause = %failure, "request of an account failed");
-                without_others(*failure.0).into()
-            }),
+            Scope::Account(_, account) => {
+                outcome.map(T::for_account).map_err(|failure| show_failure(account, failure))
+            }
         }
     }
+}
+
+/// A failure as a client of this account may see it. The log has what the answer does not say.
+fn show_failure(account: &Account, failure: Failure) -> Failure {
+    let shown = Failure::from(without_others(*failure.0.clone()));
+    if shown.0 != failure.0 {
+        tracing::info!(%account, code = %failure.code(), cause = %failure, "the answer says less than is known");
+    }
+    shown
 }

@@ -59,6 +59,8 @@ struct Http {
 
 impl Http {
     fn new(site: &Site, server: &Server, name: &str) -> Self {
+        // Installed by the first test of the process.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let read = |name: &str| fs::read(site.path("pki").join(name)).unwrap();
         let authority = reqwest::Certificate::from_pem(&read("ca.crt")).unwrap();
         let pem = [read(&format!("{name}.crt")), read(&format!("{name}.key"))].concat();

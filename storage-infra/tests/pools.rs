@@ -44,6 +44,18 @@ async fn second_pool(site: &Site, server: &Server) -> PoolName {
 }
 
 #[tokio::test]
+async fn a_directory_that_the_server_may_not_write_to_is_no_pool() {
+    let site = Site::new();
+    let server = site.start();
+    let spec = PoolSpec { path: "/sys/kernel".to_owned(), ..site.pool_spec() };
+    let refused = server.client.put_pool(&pool(), &spec).await.unwrap_err();
+    let problem = refused.problem().unwrap();
+    assert_eq!(problem.code, ProblemCode::Invalid, "a retry would not help: {problem}");
+    assert!(problem.detail.contains("cannot create a file in /sys/kernel"), "{problem}");
+    assert_eq!(server.client.list_pools().await.unwrap(), []);
+}
+
+#[tokio::test]
 async fn a_full_pool_refuses_new_objects_and_accepts_them_once_there_is_space() {
     let mut site = Site::new();
     site.mount_of_size("pool", EXT4, 64 * MIB);

@@ -21,7 +21,7 @@ pub struct InvalidAccount(String);
     Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, utoipa::ToSchema,
 )]
 #[serde(try_from = "String", into = "String")]
-#[schema(value_type = String, pattern = "^([a-zA-Z0-9]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?)?$")]
+#[schema(value_type = String, pattern = "^([a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?)?$")]
 pub struct Account(String);
 
 impl Account {

@@ -19,6 +19,8 @@ pub const MAX_LABELS: usize = 780;
 pub const MAX_CLASS: usize = 253;
 /// Maximum length of a node's name in bytes, that of a Kubernetes object's name.
 pub const MAX_NODE_NAME: usize = 253;
+/// Highest QoS limit, that of QEMU.
+pub const MAX_QOS: u64 = 1_000_000_000_000_000;
 
 /// A request field exceeds its bound. The message names the field, its size and the bound.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

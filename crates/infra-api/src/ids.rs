@@ -41,7 +41,7 @@ macro_rules! id {
             Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, utoipa::ToSchema,
         )]
         #[serde(try_from = "String", into = "String")]
-        #[schema(value_type = String, pattern = "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+        #[schema(value_type = String, pattern = "^[a-z0-9]([-a-z0-9.]{0,247}[a-z0-9])?$")]
         pub struct $name(String);
 
         impl $name {

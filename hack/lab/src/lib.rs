@@ -43,6 +43,7 @@ pub mod release;
 pub mod rights;
 pub mod run;
 pub mod sanity;
+mod schemathesis;
 mod session;
 mod settings;
 pub mod state;

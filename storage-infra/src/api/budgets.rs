@@ -14,6 +14,7 @@ use crate::service::Result;
 #[utoipa::path(put, path = "/v1/budgets/{account}", tag = "Budgets", request_body = BudgetSpec, params(("account" = Account, Path)), responses(
     (status = 201, description = "Set", body = Budget), (status = 200, description = "The account had a budget; replaced", body = Budget),
     (status = 400, description = "`invalid`: the name of a class is too long", body = Problem),
+    (status = 404, description = "`not-found`: the path has no account", body = Problem),
 ))]
 pub(super) async fn put_budget(
     Everything(app): Everything,
@@ -31,7 +32,7 @@ pub(super) async fn list_budgets(Everything(app): Everything) -> Result<Json<Lis
 
 /// Gets the limits of an account, if it has a budget, and what it uses.
 #[utoipa::path(get, path = "/v1/budgets/{account}", tag = "Budgets", params(("account" = Account, Path)), responses(
-    (status = 200, body = Budget),
+    (status = 200, body = Budget), (status = 404, description = "`not-found`: the path has no account", body = Problem),
 ))]
 pub(super) async fn get_budget(
     Everything(app): Everything,
@@ -43,6 +44,7 @@ pub(super) async fn get_budget(
 /// Removes the limits of an account. Its objects remain.
 #[utoipa::path(delete, path = "/v1/budgets/{account}", tag = "Budgets", params(("account" = Account, Path)), responses(
     (status = 204, description = "Removed, or did not exist"),
+    (status = 404, description = "`not-found`: the path has no account", body = Problem),
 ))]
 pub(super) async fn delete_budget(
     Everything(app): Everything,

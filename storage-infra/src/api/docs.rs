@@ -7,12 +7,12 @@ use axum::response::Html;
 use serde_json::Value;
 use utoipa::OpenApi;
 
-use super::documented_errors::DocumentedErrors;
+use super::documentation::{ClientCertificates, Errors, Integers, RequestIds};
 use super::{budgets, events, handlers};
 
 #[derive(OpenApi)]
 #[openapi(
-    modifiers(&DocumentedErrors),
+    modifiers(&Errors, &RequestIds, &Integers, &ClientCertificates),
     info(
         title = "Nestor storage infra",
         description = "Manages pools, volumes, snapshots, nodes (virtual machines) and attachments (disks of virtual machines). \

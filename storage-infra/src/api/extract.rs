@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
 use infra_api::{DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS, ProblemCode};
 use serde::de::DeserializeOwned;
 
+use super::objects;
 use crate::service::Failure;
 
 fn invalid(detail: impl std::fmt::Display) -> Failure {
@@ -44,8 +46,14 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
+        let (parts, body) = request.into_parts();
+        let request = Request::from_parts(parts.clone(), body);
+        let bytes = Bytes::from_request(request, state).await.map_err(|e| invalid(e.body_text()))?;
+        let request = Request::from_parts(parts, bytes.clone().into());
         let json = axum::Json::<T>::from_request(request, state).await;
-        json.map(|axum::Json(body)| Self(body)).map_err(|e| invalid(e.body_text()))
+        let axum::Json(body) = json.map_err(|e| invalid(e.body_text()))?;
+        objects::check::<T>(&bytes).map_err(|e| invalid(format!("the JSON body is not valid: {e}")))?;
+        Ok(Self(body))
     }
 }
 

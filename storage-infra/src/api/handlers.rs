@@ -9,7 +9,7 @@ use infra_api::{
     SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use serde::Deserialize;
-use utoipa::IntoParams;
+use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::extract::{Body, Id, Params, Wait};
@@ -38,7 +38,7 @@ pub(super) fn all<T>(items: Vec<T>) -> Json<List<T>> {
 /// Registers a pool, or changes its labels, `cordoned` and `onFull`.
 #[utoipa::path(put, path = "/v1/pools/{name}", tag = "Pools", request_body = PoolSpec, params(("name" = PoolName, Path)), responses(
     (status = 201, description = "Registered", body = Pool), (status = 200, description = "Already registered; updated", body = Pool),
-    (status = 400, description = "`invalid`: the directory does not exist", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool", body = Problem),
+    (status = 400, description = "`invalid`: the directory does not exist, or the server may not write to it", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool", body = Problem),
 ))]
 pub(super) async fn put_pool(
     Everything(app): Everything,
@@ -431,11 +431,24 @@ fn attachment(id: &AttachmentId, progress: Progress) -> Result<Response> {
 
 // ---- server ----
 
+/// A label as `key=value`.
+#[derive(ToSchema)]
+#[schema(value_type = String, pattern = "=")]
+struct LabelSelector(String);
+
+impl LabelSelector {
+    fn label(&self) -> Result<(String, String)> {
+        let invalid = || Failure::new(ProblemCode::Invalid, format!("label {:?} is not key=value", self.0));
+        let (key, value) = self.0.split_once('=').ok_or_else(invalid)?;
+        Ok((key.to_owned(), value.to_owned()))
+    }
+}
+
 /// Gets the capacity available to new volumes. `label=key=value` can be repeated.
 #[utoipa::path(get, path = "/v1/capacity", tag = "Server", params(
     ("pool" = Option<PoolName>, Query, description = "Only this pool"),
     ("zone" = Option<String>, Query, description = "Only pools that are reachable from this zone"),
-    ("label" = Option<Vec<String>>, Query, description = "`key=value`: only pools with this label"),
+    ("label" = Option<Vec<LabelSelector>>, Query, description = "`key=value`: only pools with this label"),
 ), responses((status = 200, body = Capacity)))]
 pub(super) async fn capacity(
     Everything(app): Everything,
@@ -448,12 +461,7 @@ pub(super) async fn capacity(
         match name.as_str() {
             "pool" => query.pool = Some(PoolName::new(value).map_err(|e| invalid(e.to_string()))?),
             "zone" => query.zone = Some(value),
-            "label" => {
-                let (key, value) = value
-                    .split_once('=')
-                    .ok_or_else(|| invalid(format!("label {value:?} is not key=value")))?;
-                labels.insert(key.to_owned(), value.to_owned());
-            }
+            "label" => labels.extend([LabelSelector(value).label()?]),
             other => {
                 return Err(invalid(format!(
                     "unknown parameter {other:?}; the parameters are pool, zone and label"

@@ -3,11 +3,12 @@
 mod budgets;
 mod client;
 mod docs;
-mod documented_errors;
+mod documentation;
 mod events;
 pub(crate) mod extract;
 mod for_account;
 mod handlers;
+mod objects;
 mod ops;
 mod roles;
 mod view;

@@ -48,6 +48,7 @@ async fn fuzzed_requests_get_documented_responses_and_leave_a_consistent_catalog
         "{statuses:?}"
     );
     unsupported_requests_are_refused(&http, &base, &api).await;
+    lists_are_no_objects(&http, &base, &api).await;
     check_consistency(&site, server).await;
 }
 
@@ -93,6 +94,21 @@ async fn unsupported_requests_are_refused(http: &reqwest::Client, base: &str, ap
         let refused = http.patch(&url).body("{}").send().await.unwrap();
         assert_eq!(refused.status(), StatusCode::METHOD_NOT_ALLOWED, "{url}");
         response::problem(refused).await.unwrap_or_else(|why| panic!("PATCH {url}: {why}"));
+    }
+}
+
+/// Serde would read some bodies also from a list of fields.
+async fn lists_are_no_objects(http: &reqwest::Client, base: &str, api: &Value) {
+    for Operation { method, path, call } in operations(api) {
+        if call["requestBody"].is_null() {
+            continue;
+        }
+        let path = path.replace("{uuid}", &Uuid::nil().to_string()).replace(['{', '}'], "");
+        let request =
+            http.request(method, format!("{base}{path}")).header("content-type", "application/json");
+        let refused = request.body("[]").send().await.unwrap();
+        assert_eq!(refused.status(), StatusCode::BAD_REQUEST, "{path}");
+        response::problem(refused).await.unwrap_or_else(|why| panic!("{path}: {why}"));
     }
 }
 

@@ -13,11 +13,13 @@ use super::labels::Labels;
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct NodeSpec {
     /// Display name, such as the name of the virtual machine. At most 253 bytes.
+    #[schema(max_length = 253)]
     pub name: String,
     /// Name of the hypervisor that runs it, as given to the server's `--hypervisor` flag.
     pub hypervisor: String,
     /// Zone of the node. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 63)]
     pub zone: Option<String>,
     /// Labels for display and reports; the server ignores them.
     #[serde(default)]

@@ -52,6 +52,7 @@ pub struct PoolSpec {
     /// Storage engine. Immutable.
     pub engine: EngineKind,
     /// Absolute path of an existing directory on the server. Immutable.
+    #[schema(pattern = "^/")]
     pub path: String,
     /// Labels that volume placement can select on, at most 780 bytes as JSON. The label [`crate::ZONE_LABEL`]
     /// (`topology.kubernetes.io/zone`) names the zone that can reach the pool.

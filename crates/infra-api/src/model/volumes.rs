@@ -23,10 +23,12 @@ pub struct Placement {
     pub pool_labels: Labels,
     /// Anti-affinity group: a pool holds at most one volume of each group. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 63)]
     pub anti_affinity_id: Option<String>,
     /// Only pools that are reachable from one of these zones, in order of preference. Empty: any pool. At most 64 zones
     /// of 63 bytes each. The zones apply only when the volume is placed; an existing volume is not moved.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(max_items = 64)]
     pub zones: Vec<String>,
 }
 
@@ -46,9 +48,11 @@ pub enum VolumeSource {
 pub struct Qos {
     /// Read and write operations per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(maximum = 1_000_000_000_000_000_u64)]
     pub iops: Option<u64>,
     /// Bytes read and written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(maximum = 1_000_000_000_000_000_u64)]
     pub bytes_per_second: Option<u64>,
 }
 
@@ -68,6 +72,7 @@ pub struct Owner {
     pub account: Account,
     /// Name of the StorageClass in the management cluster, for limits per class; may be empty. At most 253 bytes.
     #[serde(default)]
+    #[schema(max_length = 253)]
     pub class: String,
 }
 
@@ -86,6 +91,7 @@ impl Owner {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSpec {
     /// Minimum size in bytes. Rounded up to a multiple of 1 MiB if `limitBytes` permits, otherwise of 4 KiB.
+    #[schema(minimum = 1, maximum = 9_223_372_036_854_771_712_u64)]
     pub capacity_bytes: u64,
     /// Maximum size in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -116,6 +122,7 @@ pub struct VolumeSpec {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSize {
     /// New minimum size in bytes. A volume never shrinks.
+    #[schema(minimum = 1, maximum = 9_223_372_036_854_771_712_u64)]
     pub capacity_bytes: u64,
     /// Maximum size in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -11,6 +11,7 @@ mod kubernetes;
 mod oci;
 pub mod packages;
 mod perses;
+mod schemathesis;
 mod tools;
 
 use std::fs;
@@ -25,6 +26,7 @@ pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
 pub use kubernetes::Kubernetes;
 pub use perses::perses;
+pub(crate) use schemathesis::schemathesis;
 pub use tools::{helm, otelcol, prometheus, tools};
 
 use crate::run::lock;

@@ -45,6 +45,9 @@ const ARM64: [(&str, &str); 3] = [
 const NODE: [(&str, &str); 2] =
     [("nodejs", "builds the pages of Perses"), ("npm", "fetches the packages of these pages")];
 
+/// What only schemathesis needs.
+const PYTHON: [(&str, &str); 1] = [("python3-venv", "schemathesis, which tests storage-infra's API")];
+
 /// Ensures that all packages of a lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
     ensure_all(ui, &PACKAGES).await
@@ -63,6 +66,11 @@ pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
 /// Ensures that Node.js and npm are installed.
 pub(crate) async fn ensure_node(ui: &Ui) -> Result<()> {
     ensure_all(ui, &NODE).await
+}
+
+/// Ensures that Python with its module venv is installed.
+pub(crate) async fn ensure_python(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &PYTHON).await
 }
 
 async fn ensure_all(ui: &Ui, packages: &[(&'static str, &'static str)]) -> Result<()> {

@@ -15,6 +15,7 @@ use crate::lab::Lab;
 use crate::process::run;
 use crate::run::{repository, target_dir};
 use crate::sanity::{Tier, sanity};
+use crate::schemathesis::schemathesis;
 use crate::ui::Ui;
 use crate::verbs::{blackbox_tests, cargo, foreground};
 
@@ -36,6 +37,7 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
         Work::Deny => deny(ui).await,
         Work::Spelling => spelling(ui).await,
         Work::Book => book(ui).await,
+        Work::Schemathesis => schemathesis_outcome(ui).await,
         Work::Cargo { args, env } => {
             shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await
         }
@@ -126,4 +128,10 @@ fn deny_config(advisories: &Path) -> Result<String> {
 async fn sanity_outcome(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Outcome> {
     let counts = sanity(ui, lab, tier).await?;
     Ok(Outcome { passed: counts.success(), details: Some(counts.numbers()) })
+}
+
+async fn schemathesis_outcome(ui: &Ui) -> Result<Outcome> {
+    let counts = schemathesis(ui).await?;
+    let details = format!("{} requests, {} failures", counts.requests, counts.failures);
+    Ok(Outcome { passed: counts.success(), details: Some(details) })
 }

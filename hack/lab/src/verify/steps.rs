@@ -85,6 +85,8 @@ pub(super) enum Work {
     Spelling,
     /// mdBook.
     Book,
+    /// schemathesis against storage-infra.
+    Schemathesis,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
     /// The black-box tests whose names contain this text, in a lab; the duration of the soak test, if it is not the usual.
@@ -187,6 +189,12 @@ fn without_lab() -> Vec<Step> {
             cargo(&["test", "-p", "tests", "--lib"]),
         ),
         step("fuzz", Set::Normal, "fuzz targets with a fixed number of inputs, more than in `unit`", fuzz),
+        step(
+            "schemathesis",
+            Set::All,
+            "storage-infra's API against its OpenAPI document (schemathesis)",
+            Work::Schemathesis,
+        ),
         step("model", Set::All, "the model of the attach protocol, with more states than in `unit`", model),
     ]
 }
@@ -309,6 +317,7 @@ mod tests {
                 "deny",
                 "spelling",
                 "book",
+                "schemathesis",
                 "model",
                 "long-soak",
                 "upgrade",

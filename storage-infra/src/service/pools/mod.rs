@@ -4,6 +4,7 @@ mod capacity;
 mod engines;
 mod revisions;
 
+use std::io;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
@@ -155,6 +156,10 @@ impl Pools {
                 let code = match error {
                     EngineError::Unhealthy(_) => ProblemCode::Invalid,
                     EngineError::Foreign(_) => ProblemCode::InUse,
+                    // A retry does not help: it is the wrong directory, or an operator has to change its rights.
+                    EngineError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                        ProblemCode::Invalid
+                    }
                     other => Failure::from(other).code(),
                 };
                 Err(Problem::new(code, detail).about(ObjectKind::Pool, &row.name).into())

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use infra_api::{ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
+use infra_api::{MAX_QOS, ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
 
 use super::VolumeChanges;
 use crate::catalog::Tx;
@@ -10,16 +10,13 @@ use crate::scope::Scope;
 use crate::service::lookups::ready_volume;
 use crate::service::problems::{Failure, Result};
 
-/// Highest limit that QEMU accepts.
-const MAX_LIMIT: u64 = 1_000_000_000_000_000;
-
 /// Validates limits; 0 means unlimited.
 pub(super) fn validated(qos: Qos) -> Result<Qos> {
     let limit = |name: &str, value: Option<u64>| match value {
         Some(0) => Ok(None),
-        Some(value) if value > MAX_LIMIT => Err(Failure::new(
+        Some(value) if value > MAX_QOS => Err(Failure::new(
             ProblemCode::Invalid,
-            format!("{name} {value} exceeds the maximum of {MAX_LIMIT}"),
+            format!("{name} {value} exceeds the maximum of {MAX_QOS}"),
         )),
         value => Ok(value),
     };
@@ -87,9 +84,9 @@ mod tests {
     fn zero_means_unlimited_and_limits_above_the_maximum_are_refused() {
         let none = validated(Qos { iops: Some(0), bytes_per_second: None }).unwrap();
         assert!(none.is_unlimited());
-        let most = Qos { iops: Some(MAX_LIMIT), bytes_per_second: Some(1) };
+        let most = Qos { iops: Some(MAX_QOS), bytes_per_second: Some(1) };
         assert_eq!(validated(most).unwrap(), most);
-        let more = Qos { iops: Some(MAX_LIMIT + 1), bytes_per_second: None };
+        let more = Qos { iops: Some(MAX_QOS + 1), bytes_per_second: None };
         assert_eq!(validated(more).unwrap_err().code(), ProblemCode::Invalid);
     }
 }

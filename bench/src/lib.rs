@@ -11,6 +11,7 @@ mod observed;
 pub mod plot;
 pub mod report;
 pub mod split_cpus;
+mod standalone;
 mod stats;
 mod synthetic;
 mod usage;

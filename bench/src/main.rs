@@ -9,7 +9,7 @@ use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
     attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, recovery,
-    retry, scale, trace, tracing,
+    retry, scale, sustain, trace, tracing,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -58,7 +58,12 @@ enum Bench {
         others: lifecycle::OtherObjects,
     },
     /// Guest VolumeAttachment until it is attached, compared with the storage infra's own attach.
-    Attach(Work),
+    Attach {
+        #[command(flatten)]
+        work: Work,
+        #[command(flatten)]
+        others: attach::Others,
+    },
     /// Guest VolumeAttachment from its deletion until it is gone, compared with the storage infra's own detach.
     Detach(Work),
     /// Attaches and claims while many disks wait for hanging VMs, compared with the same work without them.
@@ -88,7 +93,12 @@ enum Bench {
         /// Duration in seconds.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
+        /// Only a storage-infra, which is started for this, without clusters.
+        #[arg(long)]
+        storage_infra: bool,
     },
+    /// Volumes created at a constant rate in a storage-infra that is started for this, without clusters.
+    Sustain(sustain::Load),
     /// Memory of each process.
     Memory {
         /// Numbers of volumes.
@@ -137,13 +147,15 @@ impl Bench {
             Self::Delete(_) => "delete",
             Self::Burst(_) => "burst",
             Self::Lifecycle { .. } => "lifecycle",
-            Self::Attach(_) => "attach",
+            Self::Attach { .. } => "attach",
             Self::Detach(_) => "detach",
             Self::Blocked { .. } => "blocked",
             Self::Snapshot(_) => "snapshot",
             Self::Clone(_) => "clone",
             Self::Retry { .. } => "retry",
-            Self::Idle { .. } => "idle",
+            Self::Idle { storage_infra: false, .. } => "idle",
+            Self::Idle { storage_infra: true, .. } => "idle-storage-infra",
+            Self::Sustain(_) => "sustain",
             Self::Memory { .. } => "memory",
             Self::Recovery { .. } => "recovery",
             Self::Fairness(_) => "fairness",
@@ -155,19 +167,31 @@ impl Bench {
         }
     }
 
+    fn needs_lab(&self) -> bool {
+        !matches!(self, Self::Sustain(_) | Self::Idle { storage_infra: true, .. } | Self::Plot { .. })
+    }
+
     async fn run(&self, report: &Report) -> Result<()> {
         match self {
             Self::Create { work, backend } => create::run(report, work, *backend).await,
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
             Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
-            Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
-            Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
+            Self::Attach { work, others } => attach::run(report, work, *others, Direction::Attach).await,
+            Self::Detach(work) => {
+                attach::run(report, work, attach::Others::default(), Direction::Detach).await
+            }
             Self::Blocked { work, load } => blocked::run(report, work, load).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
             Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
             Self::Retry { work, seconds } => retry::run(report, work, *seconds).await,
-            Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
+            Self::Idle { volumes, seconds, storage_infra: false } => {
+                idle::run(report, volumes, *seconds).await
+            }
+            Self::Idle { volumes, seconds, storage_infra: true } => {
+                idle::run_alone(report, volumes, *seconds).await
+            }
+            Self::Sustain(load) => sustain::run(report, load).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
             Self::Fairness(load) => fairness::run(report, load).await,
@@ -190,17 +214,25 @@ async fn run(cli: Cli) -> Result<()> {
         return Ok(());
     }
     let name = cli.bench.name().to_owned() + if cli.split_cpus { "-split-cpus" } else { "" };
-    let (lab, report) = (Lab::from_env()?, Report::new(&name));
-    let work = async {
-        match cli.split_cpus {
-            true => split_cpus(&lab, cli.bench.run(&report)).await,
-            false => cli.bench.run(&report).await,
-        }
-    };
-    lab.with_settings(&cli.settings, work).await?;
+    let report = Report::new(&name);
+    match cli.bench.needs_lab() {
+        true => run_in_lab(&cli, &report).await?,
+        false => cli.bench.run(&report).await?,
+    }
     report.print()?;
     let file = cli.json.unwrap_or_else(|| results.join(format!("{name}.json")));
     report.write(&file)
+}
+
+async fn run_in_lab(cli: &Cli, report: &Report) -> Result<()> {
+    let lab = Lab::from_env()?;
+    let work = async {
+        match cli.split_cpus {
+            true => split_cpus(&lab, cli.bench.run(report)).await,
+            false => cli.bench.run(report).await,
+        }
+    };
+    lab.with_settings(&cli.settings, work).await
 }
 
 #[tokio::main]

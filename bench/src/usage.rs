@@ -74,6 +74,13 @@ pub(crate) fn resident(process: Process) -> Result<Resident> {
     Ok(Resident { now: 1024 * field("VmRSS:")?, peak: 1024 * field("VmHWM:")? })
 }
 
+/// CPU time that a process has used.
+pub(crate) fn cpu_of(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    cpu(&stat).with_context(|| format!("{path} has no CPU times"))
+}
+
 /// CPU time of all processors of the host so far: busy and total, in ticks.
 pub(crate) fn host_cpu() -> Result<(u64, u64)> {
     let stat = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;

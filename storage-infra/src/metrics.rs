@@ -73,6 +73,7 @@ struct Inner {
     full: PoolGauge,
     unknown_files: PoolGauge,
     abnormal: PoolGauge,
+    listings: Family<PoolLabels, Counter>,
     known: Mutex<Vec<PoolName>>,
 }
 
@@ -132,6 +133,9 @@ impl Default for Metrics {
             None,
         );
         let abnormal = pool("volumes_abnormal", "Volumes of the pool whose data is unavailable", None);
+        let listings = Family::default();
+        let help = "Listings of all files of the pool, by the pool monitor and for its capacity";
+        registry.register("pool_listings", help, listings.clone());
         let backups = BackupMetrics::default();
         backups.register(&mut registry);
         let accounts = AccountMetrics::default();
@@ -163,6 +167,7 @@ impl Default for Metrics {
             full,
             unknown_files,
             abnormal,
+            listings,
             known,
         }))
     }
@@ -254,6 +259,7 @@ impl Metrics {
             ] {
                 family.remove(&label(gone));
             }
+            inner.listings.remove(&label(gone));
         }
         *known = now;
     }
@@ -263,6 +269,11 @@ impl Metrics {
         let labels = PoolLabels { pool: pool.to_string() };
         self.0.healthy.get_or_create(&labels).set(i64::from(healthy));
         self.0.abnormal.get_or_create(&labels).set(i64::try_from(volumes).unwrap_or(i64::MAX));
+    }
+
+    /// Counts a listing of a pool's files.
+    pub fn pool_listed(&self, pool: &PoolName) {
+        self.0.listings.get_or_create(&PoolLabels { pool: pool.to_string() }).inc();
     }
 
     /// All metrics in text format.

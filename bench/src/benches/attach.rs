@@ -1,11 +1,13 @@
 //! Bench: time from the creation of a guest's storage.k8s.io/VolumeAttachment until it is attached, and from its deletion
 //! until it is gone, on a simulated node, whose hypervisor takes no time. The floor is the storage infra's own attach
-//! and detach of the same volumes.
+//! and detach of the same volumes. Optionally the same is measured while gc-csi reports the attaches and detaches of other
+//! volumes as conditions and Events.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use clap::Args;
 use infra_api::VolumeId;
 use lab::LoopNode;
 use tests::Scenario;
@@ -26,10 +28,19 @@ pub enum Direction {
     Detach,
 }
 
+/// Other volumes.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct Others {
+    /// Number of volumes that are attached and detached just before, so that their conditions and Events are written during
+    /// a further measurement.
+    #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=100))]
+    reported: u32,
+}
+
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work, direction: Direction) -> Result<()> {
+pub async fn run(report: &Report, work: &Work, others: Others, direction: Direction) -> Result<()> {
     let (report, work) = (report.clone(), work.clone());
-    tests::run(move |s| async move { measure(&s, &report, &work, direction).await }).await
+    tests::run(move |s| async move { measure(&s, &report, &work, others, direction).await }).await
 }
 
 /// A volume: its name in the guest, and its ID in the storage infra.
@@ -53,7 +64,13 @@ struct Round {
     cost: Cost,
 }
 
-async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Direction) -> Result<()> {
+async fn measure(
+    s: &Arc<Scenario>,
+    report: &Report,
+    work: &Work,
+    others: Others,
+    direction: Direction,
+) -> Result<()> {
     let bench = Bench {
         s,
         node: s.simulated_node().await?,
@@ -61,7 +78,8 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
         direction,
     };
     let bursts = work.bursts(&[30]);
-    let most = bursts.iter().copied().max().unwrap_or(1).max(1);
+    let reported = others.reported as usize;
+    let most = bursts.iter().copied().max().unwrap_or(1).max(1).max(reported);
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
     let (volumes, _) = claims.create(most).await?;
     let mut disks = Vec::new();
@@ -76,6 +94,15 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
     // One at a time, and the cost of each.
     let all = bench.rounds(&disks, 1, work.count(), false).await?;
     report.times("one", &all.times, &all.floor);
+    if reported > 0 {
+        // Its conditions are written when no more requests arrive.
+        metered(&s.lab, 1, async { Ok(()) }).await?;
+        let quiet = bench.rounds(&disks[..1], 1, work.count(), false).await?;
+        bench.rounds(&disks[..reported], reported, 1, false).await?;
+        let beside = bench.rounds(&disks[..1], 1, work.count(), false).await?;
+        let case = format!("one beside {reported}");
+        report.with_load(&case, "one quiet", "duration", &beside.times, &quiet.times);
+    }
     let all = bench.rounds(&disks, 1, work.count().min(ALONE), true).await?;
     report.cost("one", &all.cost);
     for at_once in bursts {

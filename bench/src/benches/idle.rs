@@ -1,17 +1,29 @@
-//! Bench: requests and CPU time while idle, with existing and attached volumes.
+//! Bench: requests and CPU time while idle, with existing and attached volumes; or CPU time of a storage-infra of its own,
+//! without clusters.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use futures::{StreamExt, TryStreamExt, stream};
 use tests::Scenario;
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::cost::Meter;
 use crate::objects::{Attachments, Claims};
 use crate::report::Report;
+use crate::standalone::StorageInfra;
 
 /// Number of attached volumes.
 const ATTACHED: usize = 100;
+/// Concurrent requests that create the volumes of a storage-infra without clusters.
+const AT_ONCE: usize = 32;
+/// Interval of mgmt-csi's probes.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+/// Usual interval of a scraper of metrics.
+const SCRAPE_INTERVAL: Duration = Duration::from_secs(15);
+/// Time after which a server without requests is idle.
+const CALM: Duration = Duration::from_secs(10);
 
 /// Runs the bench.
 pub async fn run(report: &Report, volumes: &[u32], seconds: u64) -> Result<()> {
@@ -50,4 +62,59 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
     }
     attachments.detach(&created).await?;
     claims.empty(&made).await
+}
+
+/// Runs the bench with a storage-infra of its own, without clusters. Meanwhile it is probed as by mgmt-csi, and its
+/// metrics are scraped.
+pub async fn run_alone(report: &Report, volumes: &[u32], seconds: u64) -> Result<()> {
+    let mut sizes: Vec<usize> = volumes.iter().map(|volumes| *volumes as usize).collect();
+    sizes.sort_unstable();
+    let (server, mut created) = (StorageInfra::start().await?, 0);
+    for size in sizes {
+        fill_from(&server, created, size).await?;
+        created = size;
+        probe(&server, CALM).await?;
+        let (cpu, listings) = (server.cpu()?, server.listings().await?);
+        let start = Instant::now();
+        probe(&server, Duration::from_secs(seconds)).await?;
+        let time = start.elapsed().as_secs_f64();
+        let case = format!("{size} volumes");
+        let used = (server.cpu()? - cpu).as_secs_f64();
+        report.number(&case, "storage-infra cpu", "% of a core", 100.0 * used / time);
+        let listed = server.listings().await? - listings;
+        report.number(&case, "listings of the pool", "per minute", listed * 60.0 / time);
+    }
+    Ok(())
+}
+
+/// Creates volumes until there are `size`.
+pub(super) async fn fill(server: &StorageInfra, size: usize) -> Result<()> {
+    fill_from(server, 0, size).await
+}
+
+async fn fill_from(server: &StorageInfra, existing: usize, size: usize) -> Result<()> {
+    let new = stream::iter(existing..size).map(anyhow::Ok);
+    new.try_for_each_concurrent(
+        AT_ONCE,
+        |number| async move { server.create(&format!("idle-{number}")).await },
+    )
+    .await
+}
+
+/// Probes and scrapes a server for some time.
+async fn probe(server: &StorageInfra, time: Duration) -> Result<()> {
+    let end = tokio::time::sleep(time);
+    tokio::pin!(end);
+    let [mut probes, mut scrapes] = [PROBE_INTERVAL, SCRAPE_INTERVAL].map(|period| {
+        let mut ticks = interval(period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        ticks
+    });
+    loop {
+        tokio::select! {
+            () = &mut end => return Ok(()),
+            _ = probes.tick() => drop(server.client.health().await?),
+            _ = scrapes.tick() => drop(server.metrics().await?),
+        }
+    }
 }

@@ -14,5 +14,6 @@ pub mod memory;
 pub mod recovery;
 pub mod retry;
 pub mod scale;
+pub mod sustain;
 pub mod trace;
 pub mod tracing;

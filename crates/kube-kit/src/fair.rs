@@ -52,6 +52,12 @@ impl<T> FairQueue<T> {
         namespace.push(flow.name, item);
     }
 
+    /// The next item.
+    pub fn front(&self) -> Option<&T> {
+        let namespace = self.namespaces.get(self.order.front()?)?;
+        namespace.objects.get(namespace.order.front()?)?.front()
+    }
+
     /// Returns the next item, and moves its namespace and its object to the back.
     pub fn pop(&mut self) -> Option<(Key, T)> {
         self.pop_if(|_| true, |_| true)

@@ -15,6 +15,7 @@ pub mod informer;
 pub mod labels;
 pub mod lease;
 pub mod mutation_cache;
+pub mod pace;
 pub mod partial;
 pub mod quantity;
 pub mod queue;

@@ -20,6 +20,7 @@ pub(crate) mod metrics;
 
 use crate::fair::FairQueue;
 use crate::informer::Key;
+use crate::pace::Pace;
 use delayed::DelayedKeys;
 use metrics::QueueMetrics;
 use process_kit::memory::shrink_map;
@@ -140,11 +141,44 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         self.run_fair(parallel, retry, stop, |_| Key::cluster(""), work).await;
     }
 
+    /// Like [`Self::run`], but a key starts only when the pace allows it. Pushes of a waiting key are merged.
+    pub async fn run_paced<Work, Working, Error>(
+        self,
+        parallel: usize,
+        retry: Retry,
+        pace: &Pace,
+        stop: CancellationToken,
+        work: Work,
+    ) where
+        Work: Fn(K) -> Working,
+        Working: Future<Output = Result<NextAction, Error>>,
+        Error: Display,
+    {
+        self.run_all(parallel, retry, Some(pace), stop, |_| Key::cluster(""), work).await;
+    }
+
     /// Like [`Self::run`], but with fair queuing: `flow` returns the flow of a key.
     pub async fn run_fair<Flow, Work, Working, Error>(
+        self,
+        parallel: usize,
+        retry: Retry,
+        stop: CancellationToken,
+        flow: Flow,
+        work: Work,
+    ) where
+        Flow: Fn(&K) -> Key,
+        Work: Fn(K) -> Working,
+        Working: Future<Output = Result<NextAction, Error>>,
+        Error: Display,
+    {
+        self.run_all(parallel, retry, None, stop, flow, work).await;
+    }
+
+    async fn run_all<Flow, Work, Working, Error>(
         mut self,
         parallel: usize,
         retry: Retry,
+        pace: Option<&Pace>,
         stop: CancellationToken,
         flow: Flow,
         work: Work,
@@ -161,7 +195,12 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
             while let Ok(pushed) = self.pushed.try_recv() {
                 state.take(pushed);
             }
+            let mut delay = None;
             while running.len() < parallel && !stop.is_cancelled() {
+                delay = pace.and_then(|pace| pace.delay(state.ready_since()?, running.len()));
+                if delay.is_some() {
+                    break;
+                }
                 let Some(key) = state.begin() else { break };
                 let (started, id) = (Instant::now(), OperationId::random());
                 let span = span(self.controller, &key, &id);
@@ -173,6 +212,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                 () = stop.cancelled() => break,
                 Some(pushed) = self.pushed.recv() => state.take(pushed),
                 Some(key) = state.delayed.next() => state.push(key),
+                Some(()) = paced(pace, delay) => {}
                 Some((key, started, span, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
@@ -194,6 +234,12 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         }
         while running.next().await.is_some() {}
     }
+}
+
+/// Waits until the delay of the next key may have changed. None if the next key is not delayed.
+async fn paced(pace: Option<&Pace>, delay: Option<Duration>) -> Option<()> {
+    pace?.changed(delay?).await;
+    Some(())
 }
 
 /// Span of a reconcile. Its level is that of errors, so that it is part of every log line, whatever the log level.
@@ -258,6 +304,11 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
         }
     }
 
+    /// When the next key was pushed.
+    fn ready_since(&self) -> Option<Instant> {
+        self.queued.get(self.waiting.front()?).copied()
+    }
+
     fn begin(&mut self) -> Option<K> {
         let (_, key) = self.waiting.pop()?;
         if let Some(pushed) = self.queued.remove(&key) {
@@ -303,177 +354,4 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
-
-    use super::*;
-
-    fn queue<K>() -> (Queue<K>, Worker<K>) {
-        let queue = Queue::default();
-        let worker = queue.worker("test");
-        (queue, worker)
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_failing_key_is_retried_and_repeated_pushes_are_merged() {
-        let (queue, worker) = queue::<&'static str>();
-        let stop = CancellationToken::new();
-        let tries = Arc::new(AtomicU32::new(0));
-        for _ in 0..5 {
-            queue.push("key");
-        }
-        let (counted, done) = (tries.clone(), stop.clone());
-        worker
-            .run(4, Retry::default(), stop, move |_| {
-                let tries = counted.fetch_add(1, Ordering::SeqCst) + 1;
-                let done = done.clone();
-                async move {
-                    if tries < 3 {
-                        return Err("not yet");
-                    }
-                    done.cancel();
-                    Ok(NextAction::AwaitChange)
-                }
-            })
-            .await;
-        assert_eq!(tries.load(Ordering::SeqCst), 3);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn keys_with_many_failures_are_retried_now() {
-        let (queue, worker) = queue::<&'static str>();
-        let stop = CancellationToken::new();
-        let tries = Arc::new(AtomicU32::new(0));
-        queue.push("key");
-        let retry = Retry { first: Duration::from_millis(500), longest: Duration::from_secs(600) };
-        let (trying, done) = (tries.clone(), stop.clone());
-        let work = tokio::spawn(worker.run(4, retry, stop, move |_| {
-            let (tries, done) = (trying.fetch_add(1, Ordering::SeqCst) + 1, done.clone());
-            async move {
-                if tries <= 10 {
-                    return Err("the link is down");
-                }
-                done.cancel();
-                Ok(NextAction::AwaitChange)
-            }
-        }));
-        while tries.load(Ordering::SeqCst) < 10 {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-        let started = Instant::now();
-        queue.retry_now();
-        work.await.unwrap();
-        assert!(started.elapsed() <= RETRY_SPREAD, "{:?}", started.elapsed());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_busy_flow_does_not_delay_others() {
-        let (queue, worker) = queue::<Key>();
-        let stop = CancellationToken::new();
-        for number in 0..100 {
-            queue.push(Key::new("loud", format!("vm-{}.{number}", number % 2)));
-        }
-        queue.push(Key::new("quiet", "vm.1"));
-        let (seen, done) = (Arc::new(Mutex::new(Vec::new())), stop.clone());
-        let order = seen.clone();
-        let flow = |key: &Key| Key::new(&*key.namespace, key.name.split('.').next().unwrap_or_default());
-        let work = move |key: Key| {
-            let mut order = order.lock().unwrap();
-            order.push(key);
-            if order.len() == 101 {
-                done.cancel();
-            }
-            async { Ok::<_, String>(NextAction::AwaitChange) }
-        };
-        worker.run_fair(1, Retry::default(), stop, flow, work).await;
-        let order: Vec<String> = seen.lock().unwrap().iter().take(4).map(Key::to_string).collect();
-        assert_eq!(order, ["loud/vm-0.0", "quiet/vm.1", "loud/vm-1.1", "loud/vm-0.2"]);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_key_is_processed_by_one_task_at_a_time() {
-        let (queue, worker) = queue::<u32>();
-        let stop = CancellationToken::new();
-        let active = Arc::new(AtomicU32::new(0));
-        let rounds = Arc::new(AtomicU32::new(0));
-        queue.push(1);
-        let (stopping, pushing) = (stop.clone(), queue.clone());
-        worker
-            .run(8, Retry::default(), stop, move |key| {
-                let (active, rounds) = (active.clone(), rounds.clone());
-                let (stopping, pushing) = (stopping.clone(), pushing.clone());
-                async move {
-                    assert_eq!(active.fetch_add(1, Ordering::SeqCst), 0, "two tasks at the same time");
-                    pushing.push(key);
-                    tokio::time::sleep(Duration::from_millis(5)).await;
-                    active.fetch_sub(1, Ordering::SeqCst);
-                    if rounds.fetch_add(1, Ordering::SeqCst) == 3 {
-                        stopping.cancel();
-                    }
-                    Ok::<_, String>(NextAction::AwaitChange)
-                }
-            })
-            .await;
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_worker_receives_keys_pushed_after_its_creation_until_it_is_replaced() {
-        let queue = Queue::default();
-        queue.push(1);
-        let first = queue.worker("test");
-        queue.push(2);
-        drop(first);
-        queue.push(3);
-        let second = queue.worker("test");
-        queue.push(4);
-        let (stop, seen) = (CancellationToken::new(), Mutex::default());
-        let work = |key| {
-            let seen: &Mutex<Vec<i32>> = &seen;
-            let stop = stop.clone();
-            async move {
-                seen.lock().unwrap().push(key);
-                stop.cancel();
-                Ok::<_, String>(NextAction::AwaitChange)
-            }
-        };
-        second.run(1, Retry::default(), stop.clone(), work).await;
-        assert_eq!(*seen.lock().unwrap(), [4]);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn delayed_pushes_are_merged_and_processed_in_time() {
-        let (queue, worker) = queue::<u32>();
-        let stop = CancellationToken::new();
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let (started, looking, done) = (Instant::now(), seen.clone(), stop.clone());
-        let work = tokio::spawn(worker.run(4, Retry::default(), stop, move |key| {
-            let (looking, done) = (looking.clone(), done.clone());
-            async move {
-                let mut seen = looking.lock().unwrap();
-                seen.push((key, started.elapsed().as_millis() / 100));
-                if seen.len() == 3 {
-                    done.cancel();
-                }
-                Ok::<_, String>(NextAction::AwaitChange)
-            }
-        }));
-        let second = Duration::from_secs(1);
-        queue.push_after(1, second);
-        queue.push_after(2, second);
-        queue.push_after(3, 3 * second);
-        tokio::time::sleep(second / 2).await;
-        // A later delay does not postpone a key, an earlier one brings it forward, and an immediate push replaces the delay.
-        queue.push_after(1, second);
-        queue.push_after(3, second);
-        queue.push(2);
-        work.await.unwrap();
-        assert_eq!(*seen.lock().unwrap(), [(2, 5), (1, 10), (3, 15)]);
-    }
-
-    #[test]
-    fn delays_grow_to_the_maximum() {
-        let retry = Retry::default();
-        assert!(retry.delay(1) <= retry.first);
-        assert!(retry.delay(40) <= retry.longest && retry.delay(40) >= retry.longest / 2);
-    }
-}
+mod tests;

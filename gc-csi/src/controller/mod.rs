@@ -223,7 +223,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let served = ServedApis { vm_version: version, vm_operator, optional: &optional };
     let management =
         Management::start(&management_client, guest_identity, served, cluster_owner, &ready, &stop, handlers);
-    let locks = VolumeLocks::default();
+    let (locks, pace) = (VolumeLocks::default(), reconcilers.pace().clone());
     let reconcilers =
         reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
     let k8s_attachments = reconcilers.k8s_attachments();
@@ -239,6 +239,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
         args.default_timeout,
         locks,
+        pace,
     );
     startup.pass();
     for (driver, endpoint) in iter::once((names::GUEST_DRIVER, &args.csi.endpoint)).chain(args.legacy.get()) {

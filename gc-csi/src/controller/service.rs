@@ -7,6 +7,7 @@ use csi::capability::Capability;
 use csi::locks::VolumeLocks;
 use csi::proto::{self, controller_service_capability::rpc::Type as Rpc};
 use csi::{Status, deadline};
+use kube_kit::pace::Pace;
 use tokio::time::Instant;
 use tonic::{Code, Request, Response};
 
@@ -29,6 +30,8 @@ pub(super) struct Controller {
     pub(super) refuse_mismatch: bool,
     pub(super) default_timeout: Duration,
     pub(super) locks: VolumeLocks,
+    /// Background writes yield to calls.
+    pub(super) pace: Pace,
     /// The legacy driver name that this instance serves, if any; it creates no volumes.
     pub(super) legacy: Option<String>,
 }
@@ -41,8 +44,10 @@ impl Controller {
         refuse_mismatch: bool,
         default_timeout: Duration,
         locks: VolumeLocks,
+        pace: Pace,
     ) -> Self {
-        Self { management, guest, k8s_attachments, refuse_mismatch, default_timeout, locks, legacy: None }
+        let legacy = None;
+        Self { management, guest, k8s_attachments, refuse_mismatch, default_timeout, locks, pace, legacy }
     }
 
     /// Refuses capabilities that this driver or the VM Operator does not support.
@@ -68,6 +73,7 @@ impl Controller {
         deadline: Instant,
         call: impl Future<Output = Result<R, Status>>,
     ) -> Result<Response<R>, Status> {
+        let _call = self.pace.call();
         let answer = tokio::time::timeout_at(deadline + ANSWER_GRACE, call).await.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(
                 "the API server of the management cluster did not answer in time; the request may still take effect, \

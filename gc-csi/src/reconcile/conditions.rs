@@ -7,9 +7,11 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
+use kube_kit::pace::Pace;
 use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::text::one_line;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use super::pods::PodLister;
 use crate::events::Event;
@@ -94,6 +96,7 @@ pub(super) fn is_true(condition: &PersistentVolumeClaimCondition) -> bool {
 pub(super) async fn apply(
     guest: &Guest,
     pods: &PodLister,
+    pace: &Pace,
     claim: &PersistentVolumeClaim,
     updates: Vec<ConditionUpdate>,
 ) -> Result<(), String> {
@@ -112,7 +115,10 @@ pub(super) async fn apply(
         false => Vec::new(),
     };
     let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
-    match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
+    let started = Instant::now();
+    let written = api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await;
+    pace.answered(started.elapsed());
+    match written {
         Ok(written) => guest.claim_cache.changed(written),
         // The claim was deleted.
         Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => return Ok(()),

@@ -38,6 +38,7 @@ use csi::locks::VolumeLocks;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Key};
+use kube_kit::pace::Pace;
 use kube_kit::queue::{Queue, Retry};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -55,7 +56,7 @@ use repair::RepairQueues;
 /// Concurrent reconciles per queue.
 const WORKERS: usize = 16;
 
-/// Conditions are updated with a delay and with few workers, so that CSI calls go first.
+/// Conditions are updated with a delay, with few workers, and at a [`Pace`], so that CSI calls go first.
 const CONDITIONS_DELAY: Duration = Duration::from_secs(1);
 const CONDITIONS_WORKERS: usize = 4;
 
@@ -79,6 +80,7 @@ pub(crate) struct Queues {
 #[derive(Debug)]
 pub(crate) struct Reconcilers {
     queues: Queues,
+    pace: Pace,
     repair: repair::Registered,
     abnormal: Gauge,
     outliving: Gauge,
@@ -87,6 +89,7 @@ pub(crate) struct Reconcilers {
 /// The reconcilers and their informers.
 pub(crate) struct Started {
     queues: Queues,
+    pace: Pace,
     guest: Guest,
     management: Management,
     zones: Arc<zones::Zones>,
@@ -192,7 +195,12 @@ impl Reconcilers {
             zone_labels: Queue::default(),
             repair: repair.queues().clone(),
         };
-        Self { queues, repair, abnormal, outliving }
+        Self { queues, pace: Pace::default(), repair, abnormal, outliving }
+    }
+
+    /// The pace of writes that nobody waits for.
+    pub(crate) fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// The work queues.
@@ -210,7 +218,7 @@ impl Reconcilers {
         ready: &Health,
         stop: CancellationToken,
     ) -> Started {
-        let Self { queues, repair, abnormal, outliving } = self;
+        let Self { queues, pace, repair, abnormal, outliving } = self;
         let client = &guest.client;
         let nodes = ready.check("watch of guest Nodes", "not synced yet");
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
@@ -238,7 +246,7 @@ impl Reconcilers {
         let clusters = (guest.clone(), management.clone());
         let repair = repair.start(clusters, zones.clone(), &options, locks, ready, &stop);
         let labels = options.labels;
-        Started { queues, guest, management, zones, pods, labels, repair, abnormal, outliving, stop }
+        Started { queues, pace, guest, management, zones, pods, labels, repair, abnormal, outliving, stop }
     }
 }
 
@@ -274,12 +282,19 @@ impl Started {
             guest.clone(),
             management.clone(),
             self.abnormal.clone(),
+            self.pace.clone(),
         );
-        let updating_conditions =
-            conditions.run(CONDITIONS_WORKERS, Retry::default(), stop.clone(), |handle| {
-                let volume_conditions = &volume_conditions;
-                async move { volume_conditions.reconcile(&handle).await }
-            });
+        let update_conditions = |handle: ClaimName| {
+            let volume_conditions = &volume_conditions;
+            async move { volume_conditions.reconcile(&handle).await }
+        };
+        let updating_conditions = conditions.run_paced(
+            CONDITIONS_WORKERS,
+            Retry::default(),
+            &self.pace,
+            stop.clone(),
+            update_conditions,
+        );
         let abandoned_claims = abandoned_claims::AbandonedClaims::new(guest.clone(), management.clone());
         let deleting_abandoned = pending_claims.run(WORKERS, Retry::default(), stop.clone(), |claim| {
             let abandoned_claims = &abandoned_claims;

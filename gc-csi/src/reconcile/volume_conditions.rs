@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 use crds::names::ClaimName;
+use kube_kit::pace::Pace;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::NextAction;
 use prometheus_client::metrics::gauge::Gauge;
@@ -23,11 +24,12 @@ pub(super) struct VolumeConditions {
     abnormal_count: Gauge,
     reported: ReportedIncompatibilities,
     pods: PodLister,
+    pace: Pace,
 }
 
 impl VolumeConditions {
     /// `abnormal_count` is set to the number of abnormal volumes.
-    pub(super) fn new(guest: Guest, management: Management, abnormal_count: Gauge) -> Self {
+    pub(super) fn new(guest: Guest, management: Management, abnormal_count: Gauge, pace: Pace) -> Self {
         let pods = PodLister::new(guest.client.clone());
         Self {
             guest,
@@ -36,6 +38,7 @@ impl VolumeConditions {
             abnormal_count,
             reported: ReportedIncompatibilities::default(),
             pods,
+            pace,
         }
     }
 
@@ -72,7 +75,7 @@ impl VolumeConditions {
             }
         }
         for (claim, updates) in claimed {
-            conditions::apply(&self.guest, &self.pods, &claim, updates).await?;
+            conditions::apply(&self.guest, &self.pods, &self.pace, &claim, updates).await?;
         }
         Ok(NextAction::AwaitChange)
     }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
-use crate::cache::Kubernetes;
+use crate::cache::{self, Kubernetes};
 use crate::demo::demo;
 use crate::down::down;
 use crate::lab::Lab;
@@ -211,8 +211,17 @@ fn bench_needs_no_lab(bench: &str, args: &[String]) -> bool {
     ["plot", "help"].contains(&bench) || args.iter().any(|arg| arg == "--help" || arg == "-h")
 }
 
+/// Benches of storage-infra without clusters start the program themselves.
+fn bench_needs_only_storage_infra(bench: &str, args: &[String]) -> bool {
+    bench == "sustain" || (bench == "idle" && args.iter().any(|arg| arg == "--storage-infra"))
+}
+
 async fn run_bench(ui: &Ui, run: &Run, bench: &str, args: &[String]) -> Result<ExitCode> {
     if bench_needs_no_lab(bench, args) {
+        return verbs::bench(None, bench, args).await;
+    }
+    if bench_needs_only_storage_infra(bench, args) {
+        cache::cargo::build_storage_infra(ui).await?;
         return verbs::bench(None, bench, args).await;
     }
     let options = UpOptions { vms: 0, release: true, ..UpOptions::default() };

@@ -38,7 +38,7 @@ pub mod package;
 pub mod pki;
 mod ports;
 pub mod process;
-mod ready;
+pub mod ready;
 pub mod release;
 pub mod rights;
 pub mod run;

@@ -13,6 +13,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::Builder;
 use std::time::Duration;
@@ -85,6 +86,8 @@ impl<T> Queue<T> {
 pub(super) struct Threads {
     writes: Arc<Queue<Write>>,
     reads: Arc<Queue<Read>>,
+    /// Number of commits that changed rows.
+    changes: Arc<AtomicU64>,
     /// Never receives a message; disconnected when all threads have ended.
     ended: Mutex<mpsc::Receiver<()>>,
 }
@@ -97,7 +100,8 @@ impl Threads {
         reader: impl Fn() -> Result<Connection>,
     ) -> Result<Self> {
         let (running, ended) = mpsc::channel();
-        let threads = Self { writes: Queue::new(), reads: Queue::new(), ended: Mutex::new(ended) };
+        let (writes, reads, changes) = (Queue::new(), Queue::new(), Arc::default());
+        let threads = Self { writes, reads, changes, ended: Mutex::new(ended) };
         let lock = Arc::new(lock);
         // Dropped before `threads`, whose drop waits for it, also if a thread fails to start.
         let running = running;
@@ -121,14 +125,20 @@ impl Threads {
             };
             start("catalog-read", Box::new(work))?;
         }
-        let writes = threads.writes.clone();
+        let (writes, changes) = (threads.writes.clone(), threads.changes.clone());
         let work = move || {
             while let Some(waiting) = writes.take(usize::MAX) {
-                commit_group(&mut writer, waiting);
+                commit_group(&mut writer, waiting, &changes);
             }
         };
         start("catalog-write", Box::new(work))?;
         Ok(threads)
+    }
+
+    /// Number of commits so far that changed rows. Counted after the commit: a read that starts after this shows every
+    /// change that is counted, and a change that it does not show is counted later.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
     }
 
     /// Queues a write transaction and waits for its result.
@@ -214,11 +224,11 @@ fn same(error: &rusqlite::Error) -> CatalogError {
 }
 
 /// Runs and commits all waiting transactions and answers them.
-fn commit_group(connection: &mut Connection, mut waiting: VecDeque<Write>) {
+fn commit_group(connection: &mut Connection, mut waiting: VecDeque<Write>, changes: &AtomicU64) {
     while !waiting.is_empty() {
         let mut answers = Vec::new();
         let count = waiting.len();
-        let outcome = run_and_commit(connection, &mut waiting, &mut answers);
+        let outcome = run_and_commit(connection, &mut waiting, &mut answers, changes);
         if let (Err(error), true) = (&outcome, waiting.len() == count) {
             // Not even the first transaction could be started.
             for write in waiting.drain(..) {
@@ -237,6 +247,7 @@ fn run_and_commit(
     connection: &mut Connection,
     waiting: &mut VecDeque<Write>,
     answers: &mut Vec<Answer>,
+    changes: &AtomicU64,
 ) -> rusqlite::Result<()> {
     // The WAL is one file: the next durable commit also syncs earlier unsynced ones.
     let level = if waiting.iter().all(|write| write.unsynced) { "normal" } else { "full" };
@@ -269,6 +280,9 @@ fn run_and_commit(
     };
     pass("before");
     let committed = tx.commit();
+    if !places.is_empty() {
+        changes.fetch_add(1, Ordering::SeqCst);
+    }
     pass("after");
     committed
 }

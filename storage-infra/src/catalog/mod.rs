@@ -152,6 +152,12 @@ impl Catalog {
         self.0.revision
     }
 
+    /// Number of commits since the start that changed rows. If it is the same before a read and later, the read still
+    /// shows the current rows.
+    pub fn changes(&self) -> u64 {
+        self.0.threads.changes()
+    }
+
     /// The data directory.
     pub fn data_dir(&self) -> &Path {
         &self.0.data_dir

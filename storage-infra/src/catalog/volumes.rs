@@ -159,15 +159,12 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Volumes whose bytes must exist, with their pools.
-    pub fn ready_volumes(&self) -> Result<Vec<(VolumeId, PoolName)>> {
+    /// Volumes of a pool whose bytes must exist.
+    pub fn ready_volumes(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
         self.0
-            .prepare_cached("SELECT id, pool FROM volumes WHERE state = 'ready'")?
-            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?)))?
-            .map(|row| {
-                let (id, pool) = row?;
-                Ok((parse("volumes.id", &id)?, parse("volumes.pool", &pool)?))
-            })
+            .prepare_cached("SELECT id FROM volumes WHERE pool = ?1 AND state = 'ready'")?
+            .query_map([pool.as_str()], |row| row.get::<_, String>(0))?
+            .map(|row| parse("volumes.id", &row?))
             .collect()
     }
 

@@ -29,8 +29,8 @@ use crate::hypervisor::DiskSource;
 
 use super::clearance::{Clearance, Files};
 use super::{
-    Contents, CopyProgress, Engine, EngineError, Method, Object, PoolFacts, Record, Result, Revisions,
-    image_lock,
+    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PoolFacts, Record, Result,
+    Revisions, image_lock,
 };
 
 use ops::{copy_sparse, exists, extend, io_error, next_data, unlink};
@@ -274,6 +274,7 @@ impl Engine for FileEngine {
         }
         let unit = vfs.f_frsize;
         Ok(PoolFacts {
+            directory: DirectoryVersion::of(&meta),
             filesystem: meta.dev(),
             capacity: vfs.f_blocks * unit,
             available: vfs.f_bavail * unit,

@@ -8,7 +8,9 @@ pub mod record;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::fs::Metadata;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use infra_api::{SnapshotId, VolumeId};
@@ -123,9 +125,32 @@ pub enum EngineError {
 /// Result of an engine call.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
+/// Version of a pool's directory, which changes with every entry that is added, renamed or removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DirectoryVersion {
+    /// Device and inode: another directory may be mounted there.
+    identity: (u64, u64),
+    /// Last modification in seconds and nanoseconds.
+    modified: (i64, i64),
+    /// Last change of the inode, which no program can set.
+    changed: (i64, i64),
+}
+
+impl DirectoryVersion {
+    fn of(directory: &Metadata) -> Self {
+        Self {
+            identity: (directory.dev(), directory.ino()),
+            modified: (directory.mtime(), directory.mtime_nsec()),
+            changed: (directory.ctime(), directory.ctime_nsec()),
+        }
+    }
+}
+
 /// Measurements of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolFacts {
+    /// Version of the directory before the measurement.
+    pub directory: DirectoryVersion,
     /// Identifies the filesystem: pools on the same filesystem share its space.
     pub filesystem: u64,
     /// Size of the filesystem in bytes.

@@ -7,7 +7,7 @@ use infra_api::{Health, HypervisorHealth};
 
 use super::core::Core;
 use super::hypervisors::Hypervisors;
-use super::pools::PoolCapacity;
+use super::pools::{PoolCapacity, Precision};
 use super::problems::Result;
 
 /// Timeout for a hypervisor to answer.
@@ -31,7 +31,7 @@ impl HealthCheck {
         if let Err(error) = &catalog {
             tracing::error!(%error, "the catalog cannot be written");
         }
-        let views = self.capacity.views().await?;
+        let views = self.capacity.views(Precision::Recent).await?;
         let probes = self.hypervisors.iter().map(|(name, hypervisor)| async move {
             let message = match tokio::time::timeout(TIMEOUT, hypervisor.check()).await {
                 Ok(Ok(())) => None,

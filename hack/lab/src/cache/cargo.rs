@@ -45,6 +45,11 @@ pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     build_in(ui, &repository(), &CRATES, &target_dir()?, release).await
 }
 
+/// Builds storage-infra with the release profile.
+pub(crate) async fn build_storage_infra(ui: &Ui) -> Result<PathBuf> {
+    build_in(ui, &repository(), &["storage-infra"], &target_dir()?, true).await
+}
+
 /// Builds Nestor's programs for an architecture and returns their folder.
 pub async fn build_for(ui: &Ui, release: bool, architecture: Architecture) -> Result<PathBuf> {
     match architecture.cross() {

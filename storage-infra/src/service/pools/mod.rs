@@ -2,6 +2,7 @@
 
 mod capacity;
 mod engines;
+mod last_pass;
 mod revisions;
 
 use std::io;
@@ -20,8 +21,9 @@ use crate::engine::{EngineError, Record};
 
 pub use capacity::PoolCapacity;
 use capacity::PoolView;
-pub(super) use capacity::{CapacityInputs, Facts};
+pub(super) use capacity::{CapacityInputs, Facts, Precision};
 pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind};
+pub(super) use last_pass::LastPass;
 pub(super) use revisions::{RECOVER, RevisionCheck};
 
 /// The registered pools.
@@ -64,12 +66,12 @@ impl Pools {
 
     /// All pools, measured now.
     pub async fn list(&self) -> Result<Vec<Pool>> {
-        Ok(self.capacity.views().await?.iter().map(PoolView::to_pool).collect())
+        Ok(self.capacity.views(Precision::Exact).await?.iter().map(PoolView::to_pool).collect())
     }
 
     /// One pool, measured now.
     pub async fn get(&self, name: &PoolName) -> Result<Pool> {
-        let views = self.capacity.views().await?;
+        let views = self.capacity.views(Precision::Exact).await?;
         let view = views.iter().find(|view| view.row.name == *name);
         view.map(PoolView::to_pool).ok_or_else(|| Failure::not_found(ObjectKind::Pool, name))
     }

@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::attachments::{Attachments, ENDED_ID_RETENTION};
 use super::core::{Core, seconds};
 use super::disks::Disks;
-use super::pools::PoolCapacity;
+use super::pools::{PoolCapacity, Precision};
 use super::problems::Result;
 use super::records::Records;
 use super::ticker::Ticker;
@@ -67,7 +67,7 @@ impl Repair {
 
     /// Compares and repairs once. A node whose last comparison is still running is skipped.
     async fn repair(self: &Arc<Self>, running: &mut HashMap<Uuid, JoinHandle<()>>) -> Result<()> {
-        self.capacity.views().await?;
+        self.capacity.views(Precision::Recent).await?;
         self.unfinished.complete_volumes().await?;
         self.unfinished.complete_snapshots().await?;
         self.records.write_due_soon();

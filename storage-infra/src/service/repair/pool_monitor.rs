@@ -1,10 +1,12 @@
 //! Pool monitor. It checks pools and the files and disks of volumes, so that volume conditions and events report
 //! unavailable data, and its return, within seconds.
 //!
-//! A check costs one directory listing per pool. A pool with a late check is not checked again until that check ends.
+//! A check reads the marker and the times of each pool's directory. It lists the directory only if the directory or the
+//! catalog has changed since the last listing, or if that was long ago. A pool with a late check is not checked again
+//! until that check ends.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use infra_api::{Change, ConditionCause, EventKind, PoolName, VolumeId, VolumeState};
@@ -13,11 +15,11 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::catalog::PoolRow;
-use crate::engine::{EngineError, Object};
+use crate::engine::{DirectoryVersion, EngineError, Object};
 use crate::service::attachments::Retries;
 use crate::service::conditions::{Conditions, DataError};
 use crate::service::core::Core;
-use crate::service::pools::Engines;
+use crate::service::pools::{Engines, LastPass};
 use crate::service::problems::Result;
 use crate::service::ticker::Ticker;
 
@@ -27,8 +29,14 @@ const INTERVAL: Duration = Duration::from_secs(2);
 /// with all its volumes.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Result of a pool check: the missing volumes, or an error.
-type CheckResult = Result<HashSet<Object>, EngineError>;
+/// Maximum time between two listings of a pool.
+const LISTING_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Result of a pool check: the missing volumes, or an error of the pool. Fails if the catalog cannot be read.
+type CheckResult = Result<Result<HashSet<Object>, EngineError>>;
+
+/// The last listing of each pool that found all volumes, by the number of catalog changes and the directory's version.
+type LastListings = HashMap<PoolName, LastPass<(u64, DirectoryVersion)>>;
 
 /// Checks that did not end in time.
 type LateChecks = HashMap<PoolName, (Instant, JoinHandle<CheckResult>)>;
@@ -39,6 +47,7 @@ pub struct PoolMonitor {
     engines: Arc<Engines>,
     conditions: Arc<Conditions>,
     retries: Arc<Retries>,
+    listings: Mutex<LastListings>,
 }
 
 /// Progress of a check.
@@ -56,7 +65,7 @@ impl PoolMonitor {
         conditions: Arc<Conditions>,
         retries: Arc<Retries>,
     ) -> Self {
-        Self { core, engines, conditions, retries }
+        Self { core, engines, conditions, retries, listings: Mutex::default() }
     }
 
     /// Checks pools periodically until stopped.
@@ -71,29 +80,22 @@ impl PoolMonitor {
     }
 
     /// Checks once at start-up, so that conditions are correct from the first request on.
-    pub(super) async fn check_once(&self) -> Result<()> {
+    pub(super) async fn check_once(self: &Arc<Self>) -> Result<()> {
         self.check(&mut LateChecks::default()).await
     }
 
-    async fn check(&self, late: &mut LateChecks) -> Result<()> {
-        let (pools, volumes) =
-            self.core.catalog().read(|tx| -> Result<_> { Ok((tx.pools()?, tx.ready_volumes()?)) }).await?;
-        let mut expected: HashMap<PoolName, Vec<VolumeId>> = HashMap::new();
-        for (volume, pool) in volumes {
-            expected.entry(pool).or_default().push(volume);
-        }
+    async fn check(self: &Arc<Self>, late: &mut LateChecks) -> Result<()> {
+        let pools = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
         // A pool that is being registered has no marker yet.
         let pools: Vec<PoolRow> = pools.into_iter().filter(|pool| pool.marked).collect();
         let checks = pools.iter().map(|pool| {
-            let volumes = expected.get(&pool.name).map(Vec::as_slice).unwrap_or_default();
             let running = late.remove(&pool.name);
-            let (since, check) = running.unwrap_or_else(|| (Instant::now(), self.start_check(pool, volumes)));
+            let (since, check) = running.unwrap_or_else(|| (Instant::now(), self.start_check(pool)));
             async move { (pool, within(since, check).await) }
         });
         let (mut unhealthy, mut abnormal) = (HashMap::new(), HashMap::new());
         for (pool, check) in futures::future::join_all(checks).await {
-            let volumes = expected.remove(&pool.name).unwrap_or_default();
-            let answer = match check {
+            let answer = match check? {
                 Check::Done(answer) => Some(answer),
                 Check::Late(since, check) => {
                     late.insert(pool.name.clone(), (since, check));
@@ -107,13 +109,14 @@ impl PoolMonitor {
                     let message = format!("the pool {} is not healthy: {why}", pool.name);
                     unhealthy.insert(pool.name.clone(), why);
                     let error = DataError { cause: ConditionCause::Pool, message };
+                    let volumes = self.volumes(&pool.name).await?;
                     volumes.into_iter().map(|volume| (volume, error.clone())).collect()
                 }
                 // Late: keep the known state.
                 None => {
                     let known = self.conditions.pool_error(&pool.name);
                     unhealthy.extend(known.map(|why| (pool.name.clone(), why)));
-                    self.conditions.volume_errors(volumes)
+                    self.conditions.volume_errors(self.volumes(&pool.name).await?)
                 }
             };
             self.core.metrics().set_abnormal(&pool.name, !unhealthy.contains_key(&pool.name), found.len());
@@ -123,10 +126,50 @@ impl PoolMonitor {
         Ok(())
     }
 
-    fn start_check(&self, pool: &PoolRow, volumes: &[VolumeId]) -> JoinHandle<CheckResult> {
-        let engine = self.engines.of(pool);
-        let expected: HashSet<Object> = volumes.iter().cloned().map(Object::Volume).collect();
-        tokio::task::spawn_blocking(move || engine.missing(expected))
+    /// Volumes of a pool whose bytes must exist.
+    async fn volumes(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
+        let name = pool.clone();
+        self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.ready_volumes(&name)?) }).await
+    }
+
+    fn start_check(self: &Arc<Self>, pool: &PoolRow) -> JoinHandle<CheckResult> {
+        let (monitor, pool) = (self.clone(), pool.clone());
+        tokio::spawn(async move { monitor.check_pool(&pool).await })
+    }
+
+    /// Checks a pool, and that each of its volumes has a file.
+    async fn check_pool(&self, pool: &PoolRow) -> CheckResult {
+        // Read before the directory and the catalog: a later change makes the next listing due.
+        let changes = self.core.catalog().changes();
+        let facts = match self.engines.run::<_, EngineError, _>(pool, |engine| engine.inspect()).await {
+            Ok(facts) => facts,
+            Err(error) => {
+                self.last_listing(&pool.name, LastPass::forget);
+                return Ok(Err(error));
+            }
+        };
+        let (version, now) = ((changes, facts.directory), Instant::now());
+        if self.last_listing(&pool.name, |last| last.holds(&version, now, LISTING_INTERVAL)) {
+            return Ok(Ok(HashSet::new()));
+        }
+        self.core.metrics().pool_listed(&pool.name);
+        let expected = self.volumes(&pool.name).await?;
+        let expected: HashSet<Object> = expected.into_iter().map(Object::Volume).collect();
+        let missing =
+            self.engines.run::<_, EngineError, _>(pool, move |engine| engine.missing(expected)).await;
+        if missing.as_ref().is_ok_and(HashSet::is_empty) {
+            self.last_listing(&pool.name, |last| last.completed(version, now));
+        }
+        Ok(missing)
+    }
+
+    fn last_listing<T>(
+        &self,
+        pool: &PoolName,
+        work: impl FnOnce(&mut LastPass<(u64, DirectoryVersion)>) -> T,
+    ) -> T {
+        let mut listings = self.listings.lock().unwrap_or_else(PoisonError::into_inner);
+        work(listings.entry(pool.clone()).or_default())
     }
 
     /// Volumes that are really missing: one may have been deleted between reading the catalog and listing the pool.
@@ -172,31 +215,13 @@ impl PoolMonitor {
 }
 
 /// Waits for a check for one interval.
-async fn within(since: Instant, mut check: JoinHandle<CheckResult>) -> Check {
-    match tokio::time::timeout(INTERVAL, &mut check).await {
-        Ok(Ok(found)) => Check::Done(found.map_err(|error| error.to_string())),
+async fn within(since: Instant, mut check: JoinHandle<CheckResult>) -> Result<Check> {
+    Ok(match tokio::time::timeout(INTERVAL, &mut check).await {
+        Ok(Ok(found)) => Check::Done(found?.map_err(|error| error.to_string())),
         Ok(Err(error)) => Check::Done(Err(format!("the check panicked: {error}"))),
         Err(_) => Check::Late(since, check),
-    }
+    })
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_late_check_is_awaited_again_and_counts_from_its_start() {
-        let (end, ended) = tokio::sync::oneshot::channel::<()>();
-        let check = tokio::spawn(async move {
-            let _ = ended.await;
-            Ok(HashSet::new())
-        });
-        let started = Instant::now();
-        let Check::Late(since, check) = within(started, check).await else {
-            panic!("the check cannot have completed")
-        };
-        assert_eq!(since, started);
-        let _ = end.send(());
-        assert!(matches!(within(since, check).await, Check::Done(Ok(missing)) if missing.is_empty()));
-    }
-}
+mod tests;

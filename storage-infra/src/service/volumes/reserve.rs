@@ -229,12 +229,20 @@ impl Volumes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::DirectoryVersion;
 
     #[test]
     fn a_copy_needs_a_full_scan_unless_the_pool_reports_no_reflink() {
         let name = PoolName::new("p").unwrap();
         let facts = |reflink| {
-            let found = PoolFacts { filesystem: 1, capacity: 9, available: 9, used: 0, reflink };
+            let found = PoolFacts {
+                directory: DirectoryVersion::default(),
+                filesystem: 1,
+                capacity: 9,
+                available: 9,
+                used: 0,
+                reflink,
+            };
             Facts::from([(name.clone(), found)])
         };
         refuse_premature_copy(&facts(false), &name).unwrap();

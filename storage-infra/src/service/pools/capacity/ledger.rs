@@ -115,7 +115,7 @@ impl CapacityLedger {
     }
 
     /// Free capacity of each healthy pool.
-    fn free(&self, facts: &Facts, reserved: &HashMap<PoolName, u64>) -> HashMap<PoolName, u64> {
+    pub(super) fn free(&self, facts: &Facts, reserved: &HashMap<PoolName, u64>) -> HashMap<PoolName, u64> {
         let state = self.state();
         let location = |name: &PoolName| {
             facts.get(name).map(|facts| facts.filesystem).or_else(|| state.filesystem_of.get(name).copied())
@@ -178,6 +178,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::engine::DirectoryVersion;
 
     const FILESYSTEM: u64 = 7;
 
@@ -186,7 +187,8 @@ mod tests {
     }
 
     fn facts(available: u64) -> PoolFacts {
-        PoolFacts { filesystem: FILESYSTEM, capacity: 10_000, available, used: 0, reflink: true }
+        let directory = DirectoryVersion::default();
+        PoolFacts { directory, filesystem: FILESYSTEM, capacity: 10_000, available, used: 0, reflink: true }
     }
 
     fn usage(available: u64, allocated: u64) -> HashMap<u64, FilesystemUsage> {

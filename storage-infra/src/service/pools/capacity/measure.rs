@@ -1,14 +1,16 @@
-//! Measurement of all pools: a full scan of their files.
+//! Measurement of all pools: a full scan of their files, unless the last one still answers the request.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
 use infra_api::{Pool, PoolName};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::PoolCapacity;
 use super::ledger::FilesystemUsage;
+use super::reuse::{self, LastScan, Precision, Probed};
 use crate::catalog::{PoolRow, Reservation};
 use crate::engine::{Contents, Engine, EngineError, Object, PoolFacts};
 use crate::placement::{self, Candidate, Space};
@@ -29,6 +31,21 @@ pub(in crate::service) struct PoolView {
 }
 
 impl PoolView {
+    pub(super) fn new(
+        row: PoolRow,
+        facts: Result<(PoolFacts, Contents), String>,
+        reserved: u64,
+        free: u64,
+    ) -> Self {
+        Self { row, facts, reservations: Vec::new(), reserved, free }
+    }
+
+    /// The bytes available during the scan, and the names of unknown files.
+    fn scanned(&self) -> Option<(PoolName, (u64, Vec<String>))> {
+        let (facts, contents) = self.facts.as_ref().ok()?;
+        Some((self.row.name.clone(), (facts.available, contents.unknown.clone())))
+    }
+
     /// The pool's facts if it is healthy.
     pub(in crate::service) fn facts(&self) -> Option<PoolFacts> {
         self.facts.as_ref().ok().map(|(facts, _)| *facts)
@@ -94,26 +111,69 @@ fn measure(engine: &dyn Engine, known: &HashSet<Object>) -> Result<(PoolFacts, C
 }
 
 impl PoolCapacity {
-    /// Measures all pools. Reservations of pools on one filesystem count against each of them.
+    /// Measures all pools with at least this precision; returns the precision of the result.
+    pub(super) async fn measure(
+        &self,
+        last: &mut LastScan,
+        precision: Precision,
+    ) -> Result<(Precision, Vec<PoolView>)> {
+        // Read before the pools: a later change makes the next scan due.
+        let changes = self.core.catalog().changes();
+        let pools = self.probe_all().await?;
+        let (version, now) = (reuse::version(changes, &pools), Instant::now());
+        let still = last.pass.holds(&version, now, reuse::MAX_AGE).then(|| last.precision(&pools));
+        if let Some(still) = still.filter(|still| *still >= precision) {
+            let reserved = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.reserved()?) }).await?;
+            let views = last.views(pools, &reserved, &self.ledger);
+            self.report(&views);
+            return Ok((still, views));
+        }
+        let healthy = pools.iter().filter(|(_, facts)| facts.is_ok()).count();
+        let views = self.scan(pools).await?;
+        last.pools = views.iter().filter_map(PoolView::scanned).collect();
+        if last.pools.len() == healthy {
+            last.pass.completed(version, now);
+        }
+        Ok((Precision::Scan, views))
+    }
+
+    /// The state of all pools. No pool that does not answer is scanned.
+    async fn probe_all(&self) -> Result<Vec<Probed>> {
+        let rows = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
+        let probes = rows.into_iter().map(|row| async move {
+            let probe = self.engines.probe(&row, ProbeKind::Contents, TIMEOUT, |engine| engine.inspect());
+            let facts = probe.await;
+            (row, facts)
+        });
+        Ok(futures::future::join_all(probes).await)
+    }
+
+    /// Scans all pools. Reservations of pools on one filesystem count against each of them.
     ///
     /// A volume reserves its capacity. A snapshot is never written; it reserves the bytes that its volume had
     /// allocated when it was taken, which is the most it can keep. Filesystems do not report shared blocks cheaply,
     /// so of files that may share blocks only the largest counts as allocated: the reported free space may be too
     /// low, never too high.
-    pub(super) async fn measure_all(&self) -> Result<Vec<PoolView>> {
+    async fn scan(&self, pools: Vec<Probed>) -> Result<Vec<PoolView>> {
         let scan = self.ledger.begin_scan();
-        let (rows, reservations) =
-            self.core.catalog().read(|tx| -> Result<_> { Ok((tx.pools()?, tx.reservations()?)) }).await?;
+        let reservations = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.reservations()?) }).await?;
         let mut by_pool: HashMap<PoolName, Vec<Reservation>> = HashMap::new();
         for one in reservations {
             by_pool.entry(one.pool.clone()).or_default().push(one);
         }
-        let measuring = rows.into_iter().map(|row| {
+        let measuring = pools.into_iter().map(|(row, probed)| {
             let reservations = by_pool.remove(&row.name).unwrap_or_default();
-            let known: HashSet<Object> = reservations.iter().map(|one| one.object.clone()).collect();
             async move {
-                let work = move |engine: &dyn Engine| measure(engine, &known);
-                let facts = self.engines.probe(&row, ProbeKind::Contents, TIMEOUT, work).await;
+                let facts = match probed {
+                    Ok(_) => {
+                        self.core.metrics().pool_listed(&row.name);
+                        let known: HashSet<Object> =
+                            reservations.iter().map(|one| one.object.clone()).collect();
+                        let work = move |engine: &dyn Engine| measure(engine, &known);
+                        self.engines.probe(&row, ProbeKind::Contents, TIMEOUT, work).await
+                    }
+                    Err(why) => Err(why),
+                };
                 let reserved = reservations.iter().map(|one| one.reserved).sum();
                 PoolView { row, facts, reservations, reserved, free: 0 }
             }

@@ -3,6 +3,7 @@
 
 mod ledger;
 mod measure;
+mod reuse;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,9 +20,11 @@ use crate::service::conditions::Conditions;
 use crate::service::core::Core;
 use crate::service::problems::{Failure, Result};
 use ledger::CapacityLedger;
+use reuse::LastScan;
 
 pub(in crate::service) use ledger::Facts;
 pub(in crate::service) use measure::PoolView;
+pub(in crate::service) use reuse::Precision;
 
 /// How long the registration or removal of a pool waits for running placements.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -38,9 +41,17 @@ pub struct PoolCapacity {
     placing: RwLock<()>,
     ledger: Arc<CapacityLedger>,
     probed: Latest<Facts>,
-    scanned: Latest<Vec<PoolView>>,
+    measured: Mutex<Measured>,
     /// Files that belong to no object, by pool, as of the last scan.
     unknown_files: std::sync::Mutex<HashMap<PoolName, Vec<String>>>,
+}
+
+/// Measurements of all pools.
+#[derive(Default)]
+struct Measured {
+    /// The last one: its start, its precision and its result.
+    latest: Option<(Instant, Precision, Arc<Vec<PoolView>>)>,
+    scan: LastScan,
 }
 
 /// Inputs of one capacity decision.
@@ -77,14 +88,15 @@ impl PoolCapacity {
             placing: RwLock::default(),
             ledger: Arc::default(),
             probed: Latest::default(),
-            scanned: Latest::default(),
+            measured: Mutex::default(),
             unknown_files: std::sync::Mutex::default(),
         }
     }
 
     /// Capacity for new volumes.
     pub async fn of(self: &Arc<Self>, query: &CapacityQuery) -> Result<Capacity> {
-        let candidates: Vec<Candidate> = self.views().await?.iter().map(PoolView::candidate).collect();
+        let candidates: Vec<Candidate> =
+            self.views(Precision::Exact).await?.iter().map(PoolView::candidate).collect();
         Ok(placement::capacity(&candidates, query))
     }
 
@@ -144,31 +156,40 @@ impl PoolCapacity {
             return Err(refusal);
         }
         inputs.from_scan = true;
-        let views = self.views_since(inputs.started).await?;
+        let views = self.views_since(inputs.started, Precision::Scan).await?;
         let facts = views.iter().filter_map(|view| Some((view.row.name.clone(), view.facts()?)));
         inputs.facts = Arc::new(facts.collect());
         Ok(())
     }
 
     /// All pools, measured now. Concurrent callers share one measurement.
-    pub(in crate::service) async fn views(self: &Arc<Self>) -> Result<Arc<Vec<PoolView>>> {
-        self.views_since(Instant::now()).await
+    pub(in crate::service) async fn views(
+        self: &Arc<Self>,
+        precision: Precision,
+    ) -> Result<Arc<Vec<PoolView>>> {
+        self.views_since(Instant::now(), precision).await
     }
 
-    async fn views_since(self: &Arc<Self>, started: Instant) -> Result<Arc<Vec<PoolView>>> {
+    async fn views_since(
+        self: &Arc<Self>,
+        started: Instant,
+        precision: Precision,
+    ) -> Result<Arc<Vec<PoolView>>> {
         let capacity = self.clone();
         // A caller that disconnects must not leave an abandoned scan for which the next caller waits.
         self.core
             .run_to_completion(async move {
-                let mut scanned = capacity.scanned.lock().await;
-                if let Some((when, views)) = scanned.as_ref()
+                let mut measured = capacity.measured.lock().await;
+                if let Some((when, is, views)) = measured.latest.as_ref()
                     && *when >= started
+                    && *is >= precision
                 {
                     return Ok(views.clone());
                 }
                 let when = Instant::now();
-                let views = Arc::new(capacity.measure_all().await?);
-                *scanned = Some((when, views.clone()));
+                let (is, views) = capacity.measure(&mut measured.scan, precision).await?;
+                let views = Arc::new(views);
+                measured.latest = Some((when, is, views.clone()));
                 Ok(views)
             })
             .await
@@ -176,23 +197,4 @@ impl PoolCapacity {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::catalog::Catalog;
-    use crate::metrics::Metrics;
-
-    #[tokio::test]
-    async fn waiting_callers_share_a_scan_that_started_after_they_arrived() {
-        let dir = tempfile::tempdir().unwrap();
-        let catalog = Catalog::open(dir.path(), Duration::ZERO).unwrap();
-        let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let conditions = Arc::new(Conditions::new(core.clone()));
-        let capacity = Arc::new(PoolCapacity::new(core, Arc::new(Engines::new(dir.path())), conditions));
-        let before = capacity.views().await.unwrap();
-        let running_scan = capacity.scanned.lock().await;
-        let all = futures::future::join_all((0..3).map(|_| capacity.views()));
-        let (all, ()) = tokio::join!(all, async { drop(running_scan) });
-        let all: Vec<_> = all.into_iter().map(Result::unwrap).collect();
-        assert!(all.iter().all(|views| Arc::ptr_eq(views, &all[0]) && !Arc::ptr_eq(views, &before)));
-    }
-}
+mod tests;

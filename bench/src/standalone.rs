@@ -11,7 +11,6 @@ use infra_api::{
     Client, ClientOptions, EngineKind, Labels, OnFull, Owner, Placement, PoolName, PoolSpec, Qos, Role,
     VolumeId, VolumeSpec,
 };
-use lab::ready::Ready;
 use tempfile::TempDir;
 
 use crate::usage;
@@ -47,8 +46,8 @@ impl StorageInfra {
         let url = format!("https://{api}");
         let client = Client::new(&ClientOptions::from_pki_dir(url, &pki, Role::Operator))?;
         let server = Self { client, child, http: format!("http://{http}"), folder };
-        let ready = Ready::Http { url: format!("{}/readyz", server.http), ca: None };
-        let check = || async { Ok(ready.check().await) };
+        let ready = format!("{}/readyz", server.http);
+        let check = || async { Ok(lab::ready::get(&ready, None).await.map(drop)) };
         lab::wait::eventually("storage-infra is ready", START_TIMEOUT, check).await?;
         server.register_pool().await?;
         Ok(server)

@@ -6,9 +6,9 @@ use tokio::time::Instant;
 
 /// Maximum delay of a write, also if calls never pause.
 pub const MAX_DELAY: Duration = Duration::from_secs(30);
-/// Delay after which writes no longer wait for calls, but start one at a time with pauses, so that not all of them start
-/// when [`MAX_DELAY`] is over.
-const TRICKLE_AFTER: Duration = Duration::from_secs(15);
+/// Delay after which writes no longer wait for calls, but start one at a time with pauses: calls that never pause must not
+/// make every condition old, and not all writes should start when [`MAX_DELAY`] is over.
+const TRICKLE_AFTER: Duration = Duration::from_secs(5);
 /// Pause between such writes.
 const TRICKLE_PAUSE: Duration = Duration::from_millis(100);
 /// How long a call counts as under way. One that takes longer waits for something else, such as a VM that hangs.
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn writes_trickle_if_calls_do_not_pause_and_all_start_after_the_maximum() {
         let busy = Load { youngest_call: Some(ms(0)), ..IDLE };
-        assert_eq!(delay(&busy, ms(14_000)), Some(ms(1_000)));
+        assert_eq!(delay(&busy, TRICKLE_AFTER - ms(1_000)), Some(ms(1_000)));
         assert_eq!(delay(&busy, TRICKLE_AFTER), None);
         assert_eq!(delay(&Load { running: 1, ..busy }, TRICKLE_AFTER), Some(TRICKLE_PAUSE));
         assert_eq!(delay(&Load { since_answer: Some(ms(30)), ..busy }, TRICKLE_AFTER), Some(ms(70)));

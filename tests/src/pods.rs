@@ -409,6 +409,8 @@ impl Script {
         let mut this = Self::new(name, node, enter);
         this.command.push(script.to_owned());
         this.pod["hostPID"] = json!(true);
+        // A kubelet that was cut off may still see a taint that has been removed, and would refuse the pod.
+        this.pod["tolerations"] = json!([{"operator": "Exists"}]);
         this.container["securityContext"] = json!({"privileged": true});
         this.add("volumes", json!({"name": "host", "hostPath": {"path": "/"}}));
         this.add("volumeMounts", json!({"name": "host", "mountPath": "/host"}));

@@ -32,6 +32,7 @@ use crate::controller::Controller;
 use crate::controller::limits::DefaultLimits;
 use crate::guest_credentials::{GuestCredentialArgs, GuestCredentials};
 use crate::infra::{Certificates, InfraEvent, Rest, StorageInfra, monitor, subscribe};
+use crate::nodes::{self, Nodes};
 use crate::ownership;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
@@ -56,6 +57,8 @@ pub struct Args {
     limits: DefaultLimits,
     #[command(flatten)]
     ownership: ownership::OwnershipArgs,
+    #[command(flatten)]
+    nodes: nodes::Options,
     #[command(flatten)]
     repair: repair::Options,
     /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.
@@ -84,6 +87,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let attach =
         AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence, args.ownership);
     let repair = Repair::new(&mut registry, args.repair);
+    let nodes = Nodes::new(&mut registry, args.nodes);
     let election = args.lease.election("mgmt-csi", &client, args.cluster.path(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
@@ -122,21 +126,22 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let on_infra_event: [OnInfraEvent; 6] = [
+    let on_infra_event: [OnInfraEvent; 7] = [
         Box::new(claims.on_infra_event()),
         Box::new(repair.on_infra_event()),
         Box::new(attach.on_infra_event()),
         Box::new(capacity.on_infra_event()),
         Box::new(budgets.on_infra_event()),
         Box::new(owners.on_infra_event()),
+        Box::new(nodes.on_infra_event()),
     ];
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
             return;
         }
         cluster.start(&ready, &stop);
-        let attachments =
-            attach.start(client.clone(), caches, claims.on_release(), infra.clone(), &ready, stop.clone());
+        let handlers = (claims.on_release(), nodes.on_vm());
+        let attachments = attach.start(client.clone(), caches, handlers, infra.clone(), &ready, stop.clone());
         let capacity = args
             .capacity_namespace
             .as_deref()
@@ -144,7 +149,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let budgets = budgets.start(client.clone(), infra.clone(), &ready, stop.clone());
         let leading = async {
             let Some(attachments) = attachments.await else { return };
-            let shared = attachments.shared();
+            let (shared, context) = (attachments.shared(), attachments.nodes());
             // Reconcilers that write: they run in the leader only.
             let term = || async {
                 let publish = async {
@@ -158,7 +163,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 let credentials = credentials.run(stop.clone());
                 let guests =
                     async { tokio::join!(attachments.record_guests(), budgets.run(), owners, credentials) };
-                tokio::join!(attach, claims, publish, guests);
+                let nodes = nodes.run(&context, stop.clone());
+                tokio::join!(attach, claims, publish, guests, nodes);
             };
             election.lead(&ready, &stop, term).await;
         };

@@ -22,6 +22,12 @@ crds::reasons! {
         DetachCheckFailed,
         /// On a VirtualMachine: its label `nestor.dev/cluster-id` was changed, which has no effect.
         GuestLabelChanged,
+        /// On a VirtualMachine: it could not be registered as a node of the storage infra.
+        NodeNotRegistered,
+        /// On a deleted VirtualMachine: its node is kept, because its disks are not known to be free.
+        NodeKept,
+        /// On a VirtualMachine: another one with the same UUID is older.
+        DuplicateUuid,
         /// On a VirtualMachine: it runs again.
         Running,
         /// On a VirtualMachine: it is powered off.

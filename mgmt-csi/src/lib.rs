@@ -13,6 +13,7 @@ mod event_reason;
 pub mod fuzzing;
 mod guest_credentials;
 pub mod infra;
+pub mod nodes;
 pub mod ownership;
 pub mod repair;
 pub mod traces;

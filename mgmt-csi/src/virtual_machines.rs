@@ -1,28 +1,54 @@
 //! Informer for the VirtualMachines of the management cluster.
 
-use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID};
-use crds::{VIRTUAL_MACHINE_GROUP, VirtualMachine, VolumeAttachment, newest_virtual_machine_version};
+use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID, LABEL_ZONE};
+use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VirtualMachine, VolumeAttachment};
+use crds::{newest_virtual_machine_version, virtual_machine_resource};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::ApiResource;
 use kube::{Api, Client};
 use kube_kit::api_versions;
 use kube_kit::health::Health;
 use kube_kit::informer::{Builder, Informer, Key};
-use kube_kit::partial::{identity, only};
+use kube_kit::partial::identity;
 use tokio_util::sync::CancellationToken;
 
 use crate::volume_attachment::vm_owner;
 
-/// An informer in the newest version that the cluster serves, not started yet. None if `stop` came first.
+/// An informer in the newest version that the cluster serves, not started yet, and that API. None if `stop` came first.
 pub(crate) async fn builder(
     client: &Client,
     ready: &Health,
     stop: &CancellationToken,
-) -> Option<Builder<VirtualMachine>> {
+) -> Option<(Builder<VirtualMachine>, ApiResource)> {
     let check = ready.check("virtual-machine-version", "not checked yet");
     let newest = newest_virtual_machine_version;
     let version = api_versions::wait_for_version(client, VIRTUAL_MACHINE_GROUP, newest, &check, stop).await?;
-    let api = Api::all_with(client.clone(), &crds::virtual_machine_resource(version));
-    Some(Informer::builder(format!("VirtualMachines ({version})"), api).trim(trim))
+    let resource = virtual_machine_resource(version);
+    let api = Api::all_with(client.clone(), &resource);
+    Some((Informer::builder(format!("VirtualMachines ({version})"), api).trim(trim), resource))
+}
+
+/// Object reference to a VM, for events.
+pub(crate) fn reference(vm: &VirtualMachine) -> ObjectReference {
+    let metadata = &vm.metadata;
+    reference_to(metadata.namespace.clone(), metadata.name.clone(), metadata.uid.clone())
+}
+
+/// Object reference to a VM that may no longer exist, for events.
+pub(crate) fn reference_to(
+    namespace: Option<String>,
+    name: Option<String>,
+    uid: Option<String>,
+) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(format!("{VIRTUAL_MACHINE_GROUP}/{}", VIRTUAL_MACHINE_VERSIONS[0])),
+        kind: Some("VirtualMachine".to_owned()),
+        namespace,
+        name,
+        uid,
+        ..Default::default()
+    }
 }
 
 /// Key of the VM that owns a VolumeAttachment.
@@ -42,18 +68,26 @@ pub(crate) fn label(vm: &VirtualMachine) -> Option<&str> {
     Some(label.as_str()).filter(|guest| !guest.is_empty())
 }
 
-/// Drops all fields but the identity, the label of the guest, the out-of-service annotation and the trace contexts.
+/// Drops all fields but the identity and age, the labels of the guest and the zone, the out-of-service annotation, the trace
+/// contexts, and the status without volumes.
 pub(crate) fn trim(vm: &mut VirtualMachine) {
     vm.types = None;
     let annotations = vm.metadata.annotations.take().map(|mut all| {
         all.retain(|key, _| key == ANNOTATION_OUT_OF_SERVICE || key.starts_with(ANNOTATION_TRACE_PREFIX));
         all
     });
+    let labels = vm.metadata.labels.take().map(|mut all| {
+        all.retain(|key, _| key == LABEL_CLUSTER_ID || key == LABEL_ZONE);
+        all
+    });
     vm.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
-        labels: only(vm.metadata.labels.take(), LABEL_CLUSTER_ID),
+        labels: labels.filter(|kept| !kept.is_empty()),
+        creation_timestamp: vm.metadata.creation_timestamp.take(),
         ..identity(&mut vm.metadata)
     };
     vm.spec.volumes = Vec::new();
-    vm.status = None;
+    if let Some(status) = &mut vm.status {
+        status.volumes = Vec::new();
+    }
 }

@@ -79,6 +79,8 @@ pub struct Options {
     pub without_role: WithoutRole,
     /// The hypervisors.
     pub hypervisors: Vec<HypervisorFlag>,
+    /// Zones of hypervisors, by their names.
+    pub zones: Vec<(String, String)>,
     /// When to back up the catalog.
     pub backups: Option<Schedule>,
     /// Listen address of health and metrics.
@@ -96,7 +98,9 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
     let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
     let watched = catalog.clone();
-    let service = Service::new(catalog, hypervisors(&options.hypervisors)?, metrics.clone());
+    let hypervisors = hypervisors(&options.hypervisors)?;
+    let zones = zones(&options.zones, &hypervisors)?;
+    let service = Service::new(catalog, hypervisors, zones, metrics.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     // Bind before health is served: a client that sees a healthy server must be able to connect.
@@ -190,6 +194,20 @@ pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, 
         if all.insert(flag.name.clone(), hypervisor).is_some() {
             anyhow::bail!("two hypervisors are named {}", flag.name);
         }
+    }
+    Ok(all)
+}
+
+/// The zones of hypervisors named by flags.
+fn zones(
+    flags: &[(String, String)],
+    hypervisors: &BTreeMap<String, Arc<dyn Hypervisor>>,
+) -> anyhow::Result<BTreeMap<String, String>> {
+    let mut all = BTreeMap::new();
+    for (name, zone) in flags {
+        anyhow::ensure!(hypervisors.contains_key(name), "--hypervisor-zone: no --hypervisor is named {name}");
+        let before = all.insert(name.clone(), zone.clone());
+        anyhow::ensure!(before.is_none(), "--hypervisor-zone: the hypervisor {name} has two zones");
     }
     Ok(all)
 }

@@ -195,6 +195,10 @@ mod debug {
             self.0.describe(node).await
         }
 
+        async fn find(&self, node: Uuid) -> hypervisor::Result<Power> {
+            self.0.find(node).await
+        }
+
         async fn describe_all(&self, nodes: &[Uuid]) -> hypervisor::Result<HashMap<Uuid, NodeFacts>> {
             self.0.describe_all(nodes).await
         }

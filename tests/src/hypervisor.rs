@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use infra_api::NodeSpec;
 use lab::LoopNode;
 use lab::vm::virsh;
 use rustix::process::{Pid, Signal, kill_process};
+use uuid::Uuid;
 
-use crate::Scenario;
+use crate::{Scenario, unique};
 
 /// A loop node whose VM is not running, until this is dropped.
 pub struct HaltedNode(PathBuf);
@@ -53,7 +53,14 @@ pub struct BareDomain {
 impl BareDomain {
     /// Starts a domain with a SCSI controller.
     pub async fn start(s: &Scenario) -> Result<Self> {
-        let node = s.node().await?;
+        let (name, uuid) = Self::define(s).await?;
+        let node = s.domain_node(&name, uuid).await?;
+        Ok(Self { node })
+    }
+
+    /// Starts a domain with a SCSI controller, of which no object knows.
+    pub async fn define(s: &Scenario) -> Result<(String, Uuid)> {
+        let (name, uuid) = (unique("domain"), Uuid::new_v4());
         let folder = tempfile::tempdir()?;
         let file = folder.path().join("domain.xml");
         let xml = format!(
@@ -61,16 +68,13 @@ impl BareDomain {
             <os><type arch='x86_64' machine='q35'>hvm</type></os>
             <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><memballoon model='none'/>
             <controller type='scsi' index='0' model='virtio-scsi'/></devices></domain>",
-            node.name, node.uuid
+            name, uuid
         );
         std::fs::write(&file, xml)?;
         let file = file.to_str().context("a path that is not UTF-8")?;
         virsh(s.lab.run(), ["define", file]).await?;
-        virsh(s.lab.run(), ["start", &node.name]).await?;
-        let hypervisor = lab::infra::LIBVIRT.to_owned();
-        let spec = NodeSpec { name: node.name.clone(), hypervisor, zone: None, labels: Default::default() };
-        s.infra.put_node(node.uuid, &spec).await?;
-        Ok(Self { node })
+        virsh(s.lab.run(), ["start", &name]).await?;
+        Ok((name, uuid))
     }
 
     /// Output of `virsh VERB DOMAIN`.

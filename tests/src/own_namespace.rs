@@ -35,7 +35,7 @@ impl OwnNamespace {
     }
 
     /// Its API server, as the administrator.
-    pub(crate) fn client(&self) -> &Client {
+    pub fn client(&self) -> &Client {
         &self.client
     }
 

@@ -136,6 +136,13 @@ impl Scenario {
         Ok(node)
     }
 
+    /// Creates the object of a VM that libvirt has as a domain.
+    pub async fn domain_node(&self, name: &str, uuid: uuid::Uuid) -> Result<LoopNode> {
+        let node = self.lab.add_domain_node(GUEST, name, uuid).await?;
+        self.own_node(node.clone(), self.driver.clone());
+        Ok(node)
+    }
+
     /// Creates a simulated node that csi-attacher can attach to.
     pub async fn simulated_node(&self) -> Result<LoopNode> {
         let node = self.lab.add_simulated_node(GUEST, &unique("vm")).await?;

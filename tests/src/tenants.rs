@@ -106,9 +106,11 @@ impl Scenario {
         let (name, uuid, zone) = (unique("loop"), Uuid::new_v4(), infra::ZONES[0]);
         self.created().infra_nodes.push(uuid);
         let client = namespace.client();
-        virtual_machines::create(client, &namespace.name, cluster_id, &name, &uuid.to_string(), zone).await?;
-        infra::register_node(record, &name, &uuid.to_string(), zone, infra::LOOP).await?;
         let by_id_dir = record.loop_root.join(uuid.to_string());
+        // The hypervisor has a VM with this UUID.
+        std::fs::create_dir_all(&by_id_dir)?;
+        virtual_machines::create(client, &namespace.name, cluster_id, &name, &uuid.to_string(), zone).await?;
+        virtual_machines::wait_until_registered(client, &namespace.name, &name).await?;
         Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })
     }
 
@@ -122,7 +124,7 @@ impl Scenario {
         .await
     }
 
-    /// Removes the namespaces of the scenario, and the nodes of their VMs.
+    /// Removes the namespaces of the scenario, and waits until the nodes of their VMs are removed.
     pub(crate) async fn remove_own_namespaces(&self) -> Result<()> {
         let namespaces = std::mem::take(&mut self.created().namespaces);
         for namespace in &namespaces {
@@ -132,7 +134,8 @@ impl Scenario {
         let nodes = std::mem::take(&mut self.created().infra_nodes);
         for uuid in nodes {
             eventually(&format!("node {uuid} removed"), PATIENCE, || async {
-                Ok(self.infra.delete_node(uuid).await.map_err(|error| error.to_string()))
+                let node = self.infra.get_node(uuid).await?;
+                Ok(node.map_or(Ok(()), |node| Err(format!("{node:?}"))))
             })
             .await?;
         }

@@ -118,7 +118,8 @@ async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_h
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
         let uuid = node.uuid.to_string().parse()?;
-        let known = s.infra.get_node(uuid).await?.context("the storage infra has no such node")?;
+        // No hypervisor has the VM any more, so mgmt-csi cannot register it again.
+        std::fs::remove_dir(&node.by_id_dir)?;
         s.infra.delete_node(uuid).await?;
 
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
@@ -136,13 +137,8 @@ async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_h
         s.wait_for_event("data", &["VirtualMachine", &node.name, &text]).await?;
         condition(&s, "data", "False", &text).await?;
 
-        let spec = infra_api::NodeSpec {
-            name: known.name,
-            hypervisor: known.hypervisor,
-            zone: known.zone,
-            labels: known.labels,
-        };
-        s.infra.put_node(uuid, &spec).await?;
+        s.wait_for_management_event_of("VirtualMachine", &node.name, &["not registered"]).await?;
+        std::fs::create_dir(&node.by_id_dir)?;
         let disk = eventually("the attach after the cause is removed", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })

@@ -38,6 +38,7 @@ mod kubernetes_versions;
 mod late_removal;
 mod legacy;
 mod limits;
+mod machines;
 mod metadata;
 mod metrics;
 mod modify;

@@ -60,8 +60,8 @@ const REMEDIES: [(&[&str], &str); 33] = [
     ),
     (
         &["nodenotfound"],
-        "register the VM as a node of the storage infra (`storage-infra node list`), and check the \
-         VirtualMachine's biosUUID",
+        "see the events of the VirtualMachine: mgmt-csi registers it once a hypervisor has a VM with its biosUUID \
+         (docs/guides/machines.md)",
     ),
     (
         &["volumeinuse"],

@@ -151,6 +151,7 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Compone
             ("capacity-namespace", MANAGEMENT_NAMESPACE.to_owned()),
             ("vm-record-namespace", MANAGEMENT_NAMESPACE.to_owned()),
             ("guest-accounts", MANAGEMENT_NAMESPACE.to_owned()),
+            ("vm-status-writer", "mgmt-csi".to_owned()),
             // Short enough for a test, and long enough for every other way of recovery.
             ("repair-grace", "30s".to_owned()),
             ("repair-interval", "5s".to_owned()),

@@ -144,8 +144,9 @@ pub fn client(infra: &Infra) -> Result<infra_api::Client> {
     Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki, Role::Operator))?)
 }
 
-/// Registers a VM with the storage infra and waits until the hypervisor finds it.
-pub async fn register_node(
+/// Registers a VM with the storage infra and waits until the hypervisor finds it, as an administrator of an earlier version
+/// whose mgmt-csi does not register VMs.
+pub(crate) async fn register_node(
     infra: &Infra,
     name: &str,
     uuid: &str,

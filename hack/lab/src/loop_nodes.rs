@@ -1,13 +1,18 @@
 //! Nodes without a domain, which tests add to a running lab: loop nodes, which this host plays, and simulated nodes.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
 use crate::lab::Lab;
 use crate::state::{Component, LoopNodeRecord};
+use crate::wait::eventually;
 use crate::{drivers, infra, ports, virtual_machines, vm};
+
+/// How long the removal of a node without disks may take.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A VM without a domain: this host plays it (loop devices, shown as links), or it is simulated.
 #[derive(Debug, Clone)]
@@ -46,7 +51,7 @@ impl Lab {
         self.add_loop_node_in(infra::ZONES[0], guest, name).await
     }
 
-    /// Adds a loop node to a guest, in a zone: a `VirtualMachine` with its status, and a node of the storage infra.
+    /// Adds a loop node to a guest, in a zone: a `VirtualMachine`, which mgmt-csi registers with the storage infra.
     pub async fn add_loop_node_in(&self, zone: &str, guest: &str, name: &str) -> Result<LoopNode> {
         self.add_node(infra::LOOP, zone, guest, name).await
     }
@@ -56,15 +61,33 @@ impl Lab {
         self.add_node(infra::SIMULATED, infra::ZONES[0], guest, name).await
     }
 
+    /// Adds the object of a VM to a guest that libvirt has as a domain.
+    pub async fn add_domain_node(&self, guest: &str, name: &str, uuid: Uuid) -> Result<LoopNode> {
+        let node = self.new_node(infra::LOOP, infra::ZONES[0], guest, name, uuid)?;
+        self.register(&node).await?;
+        Ok(node)
+    }
+
     async fn add_node(&self, hypervisor: &str, zone: &str, guest: &str, name: &str) -> Result<LoopNode> {
-        let namespace = self.guest_namespace(guest)?;
-        let uuid = Uuid::new_v4();
+        let node = self.new_node(hypervisor, zone, guest, name, Uuid::new_v4())?;
+        // The hypervisor has a VM with this UUID.
+        std::fs::create_dir_all(&node.by_id_dir)
+            .with_context(|| format!("cannot make {}", node.by_id_dir.display()))?;
+        self.register(&node).await?;
+        Ok(node)
+    }
+
+    fn new_node(
+        &self,
+        hypervisor: &str,
+        zone: &str,
+        guest: &str,
+        name: &str,
+        uuid: Uuid,
+    ) -> Result<LoopNode> {
         let record = LoopNodeRecord { guest: guest.to_owned(), uuid: uuid.to_string() };
         self.run().update(|state| state.loop_nodes.insert(name.to_owned(), record))?;
-        let (client, cluster_id) = (self.management().await?, self.cluster_id(guest)?);
-        virtual_machines::create(&client, &namespace, &cluster_id, name, &uuid.to_string(), zone).await?;
         let infra_record = self.infra_record()?;
-        infra::register_node(infra_record, name, &uuid.to_string(), zone, hypervisor).await?;
         let root = match hypervisor {
             infra::SIMULATED => &infra_record.simulated_root,
             _ => &infra_record.loop_root,
@@ -76,6 +99,14 @@ impl Lab {
             zone: zone.to_owned(),
             by_id_dir: root.join(uuid.to_string()),
         })
+    }
+
+    /// Creates the object of a VM, and waits until mgmt-csi has registered it.
+    async fn register(&self, LoopNode { name, uuid, guest, zone, .. }: &LoopNode) -> Result<()> {
+        let (client, namespace) = (self.management().await?, self.guest_namespace(guest)?);
+        let cluster_id = self.cluster_id(guest)?;
+        virtual_machines::create(&client, &namespace, &cluster_id, name, &uuid.to_string(), zone).await?;
+        virtual_machines::wait_until_registered(&client, &namespace, name).await
     }
 
     /// Creates Node and CSINode objects of a loop node in its guest, so that csi-attacher attaches to it.
@@ -92,7 +123,12 @@ impl Lab {
         virtual_machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name)
             .await?;
         let uuid = record.uuid.parse().context("bad UUID in the state")?;
-        self.infra()?.delete_node(uuid).await.with_context(|| format!("cannot remove loop node {name}"))?;
+        let infra = self.infra()?;
+        eventually(&format!("mgmt-csi removes node {name}"), PATIENCE, || async {
+            let node = infra.get_node(uuid).await?;
+            Ok(node.map_or(Ok(()), |node| Err(format!("{node:?}"))))
+        })
+        .await?;
         self.run().update(|state| state.loop_nodes.remove(name)).map(drop)
     }
 

@@ -285,7 +285,7 @@ async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) ->
     Ok(())
 }
 
-/// Starts all of Nestor's components on this host, and registers the VMs.
+/// Starts all of Nestor's components on this host, and creates the VirtualMachines.
 async fn start_system(ui: &Ui, run: &Run, replicas: u32, plan: &Plan) -> Result<()> {
     let step = ui.step("drivers and sidecars");
     let state = run.state()?;
@@ -295,7 +295,7 @@ async fn start_system(ui: &Ui, run: &Run, replicas: u32, plan: &Plan) -> Result<
     let guests = plan.guests.iter().map(|guest| guest.guest.cluster.name.as_str());
     let drivers = guests.map(|guest| drivers::start_guest(run, &state, guest, replicas));
     futures::try_join!(
-        register_vms(run, plan),
+        register_vms(run, plan, false),
         drivers::start_snapshot_controllers(run, &state),
         drivers::start_management(run, &state, replicas),
         futures::future::try_join_all(drivers)
@@ -305,26 +305,32 @@ async fn start_system(ui: &Ui, run: &Run, replicas: u32, plan: &Plan) -> Result<
     wait_for_drivers(run, plan).await
 }
 
-/// Installs the charts once the VMs have joined, and registers the VMs.
+/// Installs the charts once the VMs have joined, and creates the VirtualMachines.
 async fn deploy(ui: &Ui, run: &Run, plan: &Plan, version: &Version) -> Result<()> {
     join_nodes(ui, run, plan).await?;
     deployed::install_management(ui, run, version).await?;
-    register_vms(run, plan).await?;
+    register_vms(run, plan, *version != Version::current(&version.binaries)).await?;
     for guest in &plan.guests {
         deployed::install_guest(ui, run, &guest.guest.cluster.name, version).await?;
     }
     wait_for_drivers(run, plan).await
 }
 
-/// Creates the VirtualMachine objects, and registers the VMs with the storage infra.
-async fn register_vms(run: &Run, plan: &Plan) -> Result<()> {
+/// Creates the VirtualMachine objects, and waits until mgmt-csi has registered the VMs with the storage infra. An earlier
+/// version does not: then they are registered by hand.
+async fn register_vms(run: &Run, plan: &Plan, by_hand: bool) -> Result<()> {
     let state = run.state()?;
     let infra = state.infra.as_ref().context("no storage infra")?;
     let client = kubeconfig::client(&plan.management.cluster.kubeconfig).await?;
     for (name, machine) in plan.guest_vms() {
         let Guest { namespace, cluster_id, .. } = state.guests.get(&machine.guest).context("no guest")?;
         virtual_machines::create(&client, namespace, cluster_id, name, &machine.uuid, &machine.zone).await?;
-        infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
+        if by_hand {
+            virtual_machines::report(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+            infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
+        } else {
+            virtual_machines::wait_until_registered(&client, namespace, name).await?;
+        }
     }
     Ok(())
 }

@@ -1,13 +1,19 @@
 //! `VirtualMachine` objects of the lab's VMs, as a VM Operator would create them.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
-use crds::names::LABEL_CLUSTER_ID;
+use crds::names::{LABEL_CLUSTER_ID, LABEL_ZONE};
 use crds::{VirtualMachine, newest_virtual_machine_version, virtual_machine_resource};
 use kube::Client;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cluster::objects::apply_one;
+use crate::wait::eventually;
+
+/// How long the registration of a VM may take. A VM that has just been started may not run yet.
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// The API of `VirtualMachine`s in a namespace, in the newest version that both the cluster and we know.
 pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
@@ -33,7 +39,8 @@ fn newest() -> kube::core::ApiResource {
     virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
 }
 
-/// Creates the object of a running VM of the guest with this cluster ID, with its status.
+/// Creates the object of a running VM of the guest with this cluster ID. Its status has the UUID; the rest is what mgmt-csi
+/// observes.
 pub async fn create(
     client: &Client,
     namespace: &str,
@@ -47,17 +54,42 @@ pub async fn create(
     let version = resource.trim_start_matches('/').split('/').nth(2).unwrap_or_default();
     let object = json!({
         "apiVersion": format!("vmoperator.vmware.com/{version}"), "kind": "VirtualMachine",
-        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL_CLUSTER_ID: cluster_id}},
+        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL_CLUSTER_ID: cluster_id, LABEL_ZONE: zone}},
         "spec": {},
     });
     apply_one(client, object).await?;
-    let status = json!({"status": {
-        "biosUUID": uuid, "instanceUUID": uuid, "powerState": "PoweredOn", "zone": zone,
-    }});
+    write_status(&api, name, json!({"instanceUUID": uuid})).await
+}
+
+/// Writes the status of a running VM, as an administrator of an earlier version without this part of mgmt-csi.
+pub(crate) async fn report(
+    client: &Client,
+    namespace: &str,
+    name: &str,
+    uuid: &str,
+    zone: &str,
+) -> Result<()> {
+    let status = json!({"biosUUID": uuid, "powerState": "PoweredOn", "zone": zone});
+    write_status(&api(client, namespace).await?, name, status).await
+}
+
+async fn write_status(api: &Api<VirtualMachine>, name: &str, status: Value) -> Result<()> {
+    let status = json!({"status": status});
     api.patch_status(name, &PatchParams::default(), &Patch::Merge(&status))
         .await
-        .with_context(|| format!("cannot write the status of VirtualMachine {namespace}/{name}"))
+        .with_context(|| format!("cannot write the status of VirtualMachine {name}"))
         .map(drop)
+}
+
+/// Waits until mgmt-csi has registered a VM with the storage infra, and reports it as running.
+pub async fn wait_until_registered(client: &Client, namespace: &str, name: &str) -> Result<()> {
+    let api = api(client, namespace).await?;
+    eventually(&format!("mgmt-csi registers VirtualMachine {namespace}/{name}"), PATIENCE, || async {
+        let status = api.get(name).await?.status.unwrap_or_default();
+        let runs = status.power_state.as_deref() == Some("PoweredOn");
+        Ok(if runs { Ok(()) } else { Err(format!("its status is {}", json!(status))) })
+    })
+    .await
 }
 
 /// Deletes a VM's object. Succeeds if it does not exist.

@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Change as InfraChange, Event, EventKind};
+use kube::core::ApiResource;
 use kube::{Api, Client};
 use kube_kit::events::Events;
 use kube_kit::fair::{FairLimiter, Limits};
@@ -31,6 +32,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cluster::{self, Cluster, Volumes};
 use crate::infra::{InfraEvent, StorageInfra};
+use crate::nodes;
 use crate::ownership;
 use crate::ownership::vm_guests::VmGuests;
 use crate::virtual_machines::{self, is_owner};
@@ -62,6 +64,7 @@ pub struct RunningAttachController {
     by_claim: Arc<Index>,
     queue: Queue<Key>,
     guest_records: Queue<Key>,
+    vm_resource: ApiResource,
 }
 
 impl std::fmt::Debug for RunningAttachController {
@@ -132,12 +135,15 @@ impl AttachController {
     }
 
     /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. Calls `on_release` with a claim
-    /// when a VolumeAttachment no longer holds it. None if `stop` came first.
+    /// when a VolumeAttachment no longer holds it, and `on_vm` with each change of a VM. None if `stop` came first.
     pub async fn start(
         self,
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
-        on_release: impl Fn(&Key) + Send + Sync + 'static,
+        (on_release, on_vm): (
+            impl Fn(&Key) + Send + Sync + 'static,
+            impl Fn(&Change<'_, VirtualMachine>) + Send + Sync + 'static,
+        ),
         infra: Arc<dyn StorageInfra>,
         ready: &Health,
         stop: CancellationToken,
@@ -179,10 +185,10 @@ impl AttachController {
             .on_reconnect(move || queue_on_reconnect.retry_now())
             .start(check, stop.clone());
 
-        let builder = virtual_machines::builder(&client, ready, &stop).await?;
+        let (builder, vm_resource) = virtual_machines::builder(&client, ready, &stop).await?;
         let (vms, watched) = (builder.informer(), watch_vms(&attachments, &queue, &guest_records));
         let check = ready.check("virtual-machines", "not started yet");
-        builder.on_change(watched).start(check, stop.clone());
+        builder.on_change(watched).on_change(on_vm).start(check, stop.clone());
         let out_of_service = match fence {
             Fence::Never => OutOfService::disabled(),
             Fence::PowerOff => OutOfService::of(vms.clone()),
@@ -211,7 +217,7 @@ impl AttachController {
             metrics,
             stop,
         });
-        Some(RunningAttachController { reconciler, by_claim, queue, guest_records })
+        Some(RunningAttachController { reconciler, by_claim, queue, guest_records, vm_resource })
     }
 }
 
@@ -230,6 +236,12 @@ impl RunningAttachController {
             events: reconciler.events.clone(),
             queue: self.queue.clone(),
         }
+    }
+
+    /// What the registration of nodes shares with this controller.
+    pub(crate) fn nodes(&self) -> nodes::Context {
+        let (vms, resource) = (self.reconciler.guests.vms().clone(), self.vm_resource.clone());
+        nodes::Context { vms, resource, shared: self.shared() }
     }
 
     /// Records the guests of new VMs until the process is stopped. Only the leader runs this.

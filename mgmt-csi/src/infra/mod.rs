@@ -13,7 +13,7 @@ pub use certificates::Certificates;
 pub use condition::condition_message;
 pub use error::{
     AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
-    Message, ReadError, SnapshotError,
+    Message, ReadError, RegisterError, SnapshotError,
 };
 pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;

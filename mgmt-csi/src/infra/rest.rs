@@ -8,15 +8,15 @@ use futures::StreamExt;
 use futures::stream::BoxStream;
 use infra_api::{
     Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Client,
-    ClientError, Event, List, Node, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
-    VolumeSize, VolumeSpec,
+    ClientError, Event, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
+    VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::{
     AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
-    Message, ReadError, SnapshotError,
+    Message, ReadError, RegisterError, SnapshotError,
 };
 use super::storage_infra::{AttachedDisk, StorageInfra};
 
@@ -192,6 +192,23 @@ impl StorageInfra for Rest {
 
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError> {
         self.by(deadline, self.0.get_node(node)).await
+    }
+
+    async fn list_nodes(&self, deadline: Instant) -> Result<Vec<Node>, ReadError> {
+        self.by(deadline, self.0.list_nodes()).await
+    }
+
+    async fn register_node(
+        &self,
+        node: Uuid,
+        spec: &NodeSpec,
+        deadline: Instant,
+    ) -> Result<Node, RegisterError> {
+        self.by(deadline, self.0.put_node(node, spec)).await
+    }
+
+    async fn remove_node(&self, node: Uuid, deadline: Instant) -> Result<(), DeleteError> {
+        self.by(deadline, self.0.delete_node(node)).await
     }
 
     async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate> {

@@ -6,15 +6,15 @@ use async_trait::async_trait;
 use futures::stream::BoxStream;
 use infra_api::{
     Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event,
-    FormatToken, List, Node, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
-    VolumeSize, VolumeSpec,
+    FormatToken, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
+    VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::{
     AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
-    ReadError, SnapshotError,
+    ReadError, RegisterError, SnapshotError,
 };
 
 /// An attached disk.
@@ -147,6 +147,20 @@ pub trait StorageInfra: Send + Sync + 'static {
 
     /// The node record of a VM with its current state from the hypervisor, if it is registered.
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError>;
+
+    /// The node records of all VMs with their current states.
+    async fn list_nodes(&self, deadline: Instant) -> Result<Vec<Node>, ReadError>;
+
+    /// Registers a VM, or updates its node record. Without a hypervisor, the storage infra finds it.
+    async fn register_node(
+        &self,
+        node: Uuid,
+        spec: &NodeSpec,
+        deadline: Instant,
+    ) -> Result<Node, RegisterError>;
+
+    /// Removes the node record of a VM, once its disks are proven to be free; succeeds if it is not registered.
+    async fn remove_node(&self, node: Uuid, deadline: Instant) -> Result<(), DeleteError>;
 
     /// Stream of changes, until it ends or fails. Earlier changes must be read after the stream is open.
     async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate>;

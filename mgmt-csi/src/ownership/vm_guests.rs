@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crds::{VirtualMachine, VolumeAttachment};
-use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Api, Client};
@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{UnlabelledVms, VmGuest};
 use crate::event_reason::EventReason;
-use crate::virtual_machines::{is_owner, label, owner_key};
+use crate::virtual_machines::{self, is_owner, label, owner_key};
 
 /// Name of the ConfigMap.
 pub(crate) const CONFIG_MAP: &str = "nestor-vm-guests";
@@ -96,6 +96,11 @@ impl VmGuests {
         };
         builder.on_change(observe).start(ready.check("vm-guests", "not started yet"), stop.clone());
         Self { record: Some(record), ..self }
+    }
+
+    /// The VMs.
+    pub(crate) fn vms(&self) -> &Informer<VirtualMachine> {
+        &self.vms
     }
 
     /// The guest of the VM of a VolumeAttachment. One without a VM was created by hand, which no guest can.
@@ -195,25 +200,14 @@ impl Record {
 
     /// Emits an event for a VM whose label was changed.
     fn report(&self, vm: &VirtualMachine, events: &Events) {
-        let uid = vm.metadata.uid.clone().unwrap_or_default();
+        let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         let note = format!(
             "the label {} of this VM differs from its first value, which remains in effect; to accept the change, remove the key \
              {uid} from ConfigMap {} in the management cluster",
             crds::names::LABEL_CLUSTER_ID,
             self.key
         );
-        let about = ObjectReference {
-            api_version: Some(format!(
-                "{}/{}",
-                crds::VIRTUAL_MACHINE_GROUP,
-                crds::VIRTUAL_MACHINE_VERSIONS[0]
-            )),
-            kind: Some("VirtualMachine".to_owned()),
-            name: vm.metadata.name.clone(),
-            namespace: vm.metadata.namespace.clone(),
-            uid: Some(uid),
-            ..Default::default()
-        };
+        let about = virtual_machines::reference(vm);
         events.warning_once(about, "Watch", EventReason::GuestLabelChanged.as_str(), note);
     }
 }

@@ -1,5 +1,5 @@
 //! Power state events: when the storage infra reports that a VM stopped, was saved or runs again, mgmt-csi emits an event on
-//! its VirtualMachine. The VM Operator, which owns `status.powerState`, may notice only minutes later.
+//! its VirtualMachine. A VM Operator that writes `status.powerState` may notice only minutes later.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

@@ -247,10 +247,15 @@ pub(super) async fn delete_snapshot(view: View, Id(id): Id<SnapshotId>) -> Resul
 // ---- nodes ----
 
 /// Registers a node (a virtual machine), or changes its name, hypervisor, zone and labels.
+///
+/// Without a hypervisor, the server finds it by the UUID. A registered node keeps its hypervisor then, until the virtual
+/// machine runs on another libvirt hypervisor, and no longer on its own if it has attachments.
 #[utoipa::path(put, path = "/v1/nodes/{uuid}", tag = "Nodes", request_body = NodeSpec, params(("uuid" = Uuid, Path)), responses(
     (status = 201, description = "Registered", body = Node), (status = 200, description = "Already registered; updated", body = Node),
     (status = 400, description = "`invalid`: the hypervisor is not configured", body = Problem),
-    (status = 409, description = "`in-use`: the node has attachments on another hypervisor", body = Problem),
+    (status = 404, description = "`not-found`: no hypervisor is named, and none has the virtual machine", body = Problem),
+    (status = 409, description = "`in-use`: the node has attachments on another hypervisor; `exists`: no hypervisor is named, and several have the virtual machine", body = Problem),
+    (status = 503, description = "`unavailable`: no hypervisor is named, none runs the virtual machine, and one cannot be reached", body = Problem),
 ))]
 pub(super) async fn put_node(
     Everything(app): Everything,

@@ -100,8 +100,8 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListAttachments
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget
-        | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
-        PutPool | DeletePool | PutNode | DeleteNode | DeleteSavedState | DeleteHost => &[Role::Operator],
+        | PutNode | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
+        PutPool | DeletePool | DeleteSavedState | DeleteHost => &[Role::Operator],
     };
     roles.contains(&role)
 }

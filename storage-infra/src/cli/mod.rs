@@ -12,6 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use infra_api::MAX_ZONE;
 use process_kit::duration;
 use process_kit::flags::{self, HttpArgs};
 use process_kit::telemetry::{self, LogArgs, SpanExport};
@@ -91,6 +92,9 @@ struct ServeArgs {
     /// and tests.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
+    /// Zone of a hypervisor, repeatable: nodes on it have this zone unless they are registered with another one.
+    #[arg(long = "hypervisor-zone", value_name = "NAME=ZONE", value_parser = hypervisor_zone)]
+    hypervisor_zones: Vec<(String, String)>,
     #[command(flatten)]
     backups: BackupFlags,
     #[command(flatten)]
@@ -145,6 +149,15 @@ fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
     Ok(HypervisorFlag { name: name.to_owned(), target })
 }
 
+fn hypervisor_zone(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, zone)) if !name.is_empty() && (1..=MAX_ZONE).contains(&zone.len()) => {
+            Ok((name.to_owned(), zone.to_owned()))
+        }
+        _ => Err(format!("must be NAME=ZONE with a zone of at most {MAX_ZONE} bytes")),
+    }
+}
+
 /// `DIR` or `DIR,delay=50ms`.
 fn simulated(text: &str) -> Option<HypervisorTarget> {
     let (dir, delay) = match text.split_once(',') {
@@ -172,6 +185,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 client_ca: args.client_ca,
                 without_role: args.clients_without_role,
                 hypervisors: args.hypervisors,
+                zones: args.hypervisor_zones,
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
                 metrics_auth: args.metrics_auth,
@@ -200,6 +214,14 @@ mod tests {
         command.clone().debug_assert();
         assert_eq!(flags::faults(&command), [""; 0]);
         assert_eq!(flags::faults(command.find_subcommand("serve").unwrap()), [""; 0]);
+    }
+
+    #[test]
+    fn a_zone_flag_needs_a_name_and_a_zone() {
+        assert_eq!(hypervisor_zone("kvm=z=1"), Ok(("kvm".into(), "z=1".into())));
+        for bad in ["kvm", "kvm=", "=z", &format!("kvm={}", "z".repeat(MAX_ZONE + 1))] {
+            assert!(hypervisor_zone(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

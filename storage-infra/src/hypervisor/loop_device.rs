@@ -8,6 +8,7 @@
 //! Loop devices cannot be throttled, so QoS limits are stored and not applied. The number of disks is not limited.
 //!
 //! A virtual machine counts as running unless the file `<node>.state` in the root directory contains `paused` or `off`.
+//! One that is not registered is found by its directory, or by its state file.
 //! A paused one does not release its disks, one that is off accepts none. A disk counts as detached only when its loop
 //! device is gone.
 
@@ -296,6 +297,11 @@ impl Hypervisor for LoopDevices {
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
         self.facts(node)
+    }
+
+    async fn find(&self, node: Uuid) -> Result<NodePower> {
+        let is_here = self.root.join(node.to_string()).is_dir() || self.state_file(node).exists();
+        if is_here { Ok(self.facts(node)?.power) } else { Ok(NodePower::Gone) }
     }
 
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {

@@ -180,6 +180,10 @@ pub trait Hypervisor: Send + Sync {
     /// Reads the facts about a virtual machine.
     async fn describe(&self, node: Uuid) -> Result<NodeFacts>;
 
+    /// Reads the power state of a virtual machine that may not be registered here. [`Power::Gone`] if this hypervisor has
+    /// nothing of it, also where [`Self::describe`] takes every virtual machine as running.
+    async fn find(&self, node: Uuid) -> Result<Power>;
+
     /// Reads the facts about each of these virtual machines.
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
 

@@ -3,7 +3,7 @@
 //! directory of its node; nothing is opened.
 //!
 //! `<root>/<node>/` holds the node's disks. A file `off` there means that the virtual machine is off; while a file
-//! `hang` exists, calls about the node do not return. Attaching and detaching take the configured delay.
+//! `hang` exists, calls about the node do not return. A virtual machine that is not registered is found by its directory. Attaching and detaching take the configured delay.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -126,6 +126,10 @@ impl Hypervisor for Simulated {
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
         Ok(facts(self.state(node).await?))
+    }
+
+    async fn find(&self, node: Uuid) -> Result<Power> {
+        if self.dir(node).is_dir() { self.state(node).await } else { Ok(Power::Gone) }
     }
 
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {

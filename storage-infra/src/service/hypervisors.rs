@@ -22,18 +22,29 @@ pub(super) struct Hypervisors(BTreeMap<String, Configured>);
 
 struct Configured {
     hypervisor: Arc<dyn Hypervisor>,
+    /// Zone of its virtual machines.
+    zone: Option<String>,
     listing: DiskListing,
     /// Triggers the search for unexpected disks.
     search: Notify,
 }
 
 impl Hypervisors {
-    pub(super) fn new(hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>) -> Self {
+    pub(super) fn new(
+        hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
+        mut zones: BTreeMap<String, String>,
+    ) -> Self {
         let configured = |(name, one)| {
-            let hypervisor = fail_points::hypervisor(one);
-            (name, Configured { hypervisor, listing: DiskListing::default(), search: Notify::default() })
+            let (hypervisor, zone) = (fail_points::hypervisor(one), zones.remove(&name));
+            let (listing, search) = (DiskListing::default(), Notify::default());
+            (name, Configured { hypervisor, zone, listing, search })
         };
         Self(hypervisors.into_iter().map(configured).collect())
+    }
+
+    /// The zone of a hypervisor's virtual machines, if it is configured.
+    pub(super) fn zone(&self, name: &str) -> Option<&str> {
+        self.0.get(name)?.zone.as_deref()
     }
 
     /// A hypervisor. Fails if it is not configured.

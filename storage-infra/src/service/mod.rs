@@ -99,13 +99,14 @@ struct Components {
 }
 
 impl Service {
-    /// Wires the components to an open catalog and the hypervisors by name.
+    /// Wires the components to an open catalog, and the hypervisors and their zones by name.
     pub fn new(
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
+        zones: BTreeMap<String, String>,
         metrics: Metrics,
     ) -> Self {
-        let hypervisors = Arc::new(Hypervisors::new(hypervisors));
+        let hypervisors = Arc::new(Hypervisors::new(hypervisors, zones));
         let engines = Arc::new(Engines::new(catalog.data_dir()));
         let core = Arc::new(Core::new(catalog, metrics));
         let conditions = Arc::new(Conditions::new(core.clone()));

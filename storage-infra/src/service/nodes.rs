@@ -1,5 +1,7 @@
 //! Nodes: the VMs that are registered with the server, and their hypervisors.
 
+mod locate;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +14,13 @@ use super::hypervisors::Hypervisors;
 use super::power::{PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
 use crate::audit;
-use crate::catalog::NodeRow;
+use crate::catalog::{NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
+use crate::hypervisor::{Hypervisor, Power};
+use locate::{Location, Report, locate, moved_to};
+
+/// Timeout for a hypervisor to find a VM.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The registered nodes.
 pub struct Nodes {
@@ -50,43 +57,102 @@ impl Nodes {
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
         spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Node, uuid))?;
-        if !self.hypervisors.contains(&spec.hypervisor) {
-            let detail = format!(
-                "the node {uuid} is on hypervisor {:?}, which is not configured; this server has: {}",
-                spec.hypervisor,
-                self.hypervisors.names_text()
-            );
-            return Err(Failure::new(ProblemCode::Invalid, detail));
-        }
-        let moved = self.has_moved(uuid, &spec).await?;
-        let created = self.core.catalog()
-            .run(move |tx| -> Result<_> {
-                let before = tx.node(uuid)?;
-                if let Some(before) = &before
-                    && before.spec.hypervisor != spec.hypervisor
-                    && moved.as_ref() != Some(&before.spec.hypervisor)
-                    && !tx.attachments(Some(uuid), None)?.is_empty()
-                {
-                    let detail = format!(
-                        "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves, or migrate the VM with \
-                         its disks and register it once it runs on {}",
-                        before.spec.name, before.spec.hypervisor, spec.hypervisor
-                    );
-                    return Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Node, uuid).into());
-                }
-                tx.put_node(&NodeRow { uuid, spec })?;
-                Ok(before.is_none())
-            })
-            .await?;
+        let before = self.row(uuid).await?;
+        let is_named = !spec.hypervisor.is_empty();
+        let hypervisor = self.hypervisor(uuid, &spec.hypervisor, before.as_ref()).await?;
+        let spec = NodeSpec { hypervisor, ..spec };
+        let moved = self.has_moved(uuid, &spec, before.as_ref()).await?;
+        let seen = before.map(|row| row.spec.hypervisor);
+        let write = Write { uuid, spec, is_named, seen, moved };
+        let change = self.core.catalog().run(move |tx| write.put(tx)).await?;
         self.core.catalog().save_registered().await?;
-        self.core.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
-        Ok((self.power.node(uuid).await?, created))
+        if let Some(change) = change {
+            tracing::info!(node = %uuid, ?change, "registered the node");
+            self.core.emit(EventKind::Node, uuid, change);
+        }
+        Ok((self.power.node(uuid).await?, change == Some(Change::Created)))
+    }
+
+    async fn row(&self, uuid: Uuid) -> Result<Option<NodeRow>> {
+        self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await
+    }
+
+    /// The hypervisor of a node: the named one, or else where it is.
+    async fn hypervisor(&self, uuid: Uuid, named: &str, before: Option<&NodeRow>) -> Result<String> {
+        match before {
+            _ if !named.is_empty() => self.configured(uuid, named),
+            Some(before) => Ok(self.current(before).await),
+            None => self.find(uuid).await,
+        }
+    }
+
+    fn configured(&self, uuid: Uuid, named: &str) -> Result<String> {
+        if self.hypervisors.contains(named) {
+            return Ok(named.to_owned());
+        }
+        let detail = format!(
+            "the node {uuid} is on hypervisor {named:?}, which is not configured; this server has: {}",
+            self.hypervisors.names_text()
+        );
+        Err(Failure::new(ProblemCode::Invalid, detail))
+    }
+
+    /// The hypervisor of a registered node: the recorded one, unless the VM has moved to another.
+    async fn current(&self, before: &NodeRow) -> String {
+        let recorded = &before.spec.hypervisor;
+        let own = match self.hypervisors.get(recorded) {
+            // Other kinds report every VM as running.
+            Ok(own) if own.kind() != LIBVIRT => return recorded.clone(),
+            Ok(own) => report(&*own, before.uuid).await,
+            Err(failure) => Err(failure.0.detail.clone()),
+        };
+        let others = self.reports(before.uuid, |name, kind| name != recorded && kind == LIBVIRT).await;
+        moved_to(&own, &others).unwrap_or_else(|| recorded.clone())
+    }
+
+    /// The hypervisor of a VM that is not registered.
+    async fn find(&self, uuid: Uuid) -> Result<String> {
+        let configured = self.hypervisors.names_text();
+        let (code, detail) = match locate(&self.reports(uuid, |_, _| true).await) {
+            Location::At(name) => return Ok(name),
+            Location::Nowhere => (
+                ProblemCode::NotFound,
+                format!(
+                    "no hypervisor has a virtual machine with the UUID {uuid}; this server asked: {configured}; define the VM, \
+                     or correct the UUID"
+                ),
+            ),
+            Location::Ambiguous(names) => (
+                ProblemCode::Exists,
+                format!(
+                    "several hypervisors have a virtual machine with the UUID {uuid}: {}; remove it from all but one, or name \
+                     its hypervisor with storage-infra node register --hypervisor",
+                    names.join(", ")
+                ),
+            ),
+            Location::Unknown(why) => (
+                ProblemCode::Unavailable,
+                format!("the virtual machine {uuid} may be on a hypervisor that cannot be queried: {why}"),
+            ),
+        };
+        Err(Problem::new(code, detail).about(ObjectKind::Node, uuid).into())
+    }
+
+    /// What these hypervisors report about a VM.
+    async fn reports(&self, uuid: Uuid, includes: impl Fn(&str, &str) -> bool) -> Vec<Report> {
+        let chosen = self.hypervisors.iter().filter(|(name, one)| includes(name, one.kind()));
+        let reports = chosen.map(|(name, one)| async move { (name.clone(), report(&**one, uuid).await) });
+        futures::future::join_all(reports).await
     }
 
     /// The previous hypervisor, if the VM moved with its disks: it runs on the new hypervisor and not on the previous
     /// one.
-    async fn has_moved(&self, uuid: Uuid, spec: &NodeSpec) -> Result<Option<String>> {
-        let before = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await?;
+    async fn has_moved(
+        &self,
+        uuid: Uuid,
+        spec: &NodeSpec,
+        before: Option<&NodeRow>,
+    ) -> Result<Option<String>> {
         let Some(before) = before.filter(|row| row.spec.hypervisor != spec.hypervisor) else {
             return Ok(None);
         };
@@ -100,11 +166,11 @@ impl Nodes {
             }
         };
         // If one cannot be queried, nothing is proven.
-        let (Ok(then), Ok(now)) = (state(&before).await, state(&now).await) else {
+        let (Ok(then), Ok(now)) = (state(before).await, state(&now).await) else {
             return Ok(None);
         };
         let left = has_no_disks(then) && now == NodeState::Running;
-        Ok(left.then_some(before.spec.hypervisor))
+        Ok(left.then(|| before.spec.hypervisor.clone()))
     }
 
     /// Removes a node. Its disks must be detached, or its hypervisor must confirm that the VM is gone.
@@ -142,4 +208,67 @@ impl Nodes {
         })
         .await
     }
+}
+
+/// What a hypervisor reports about a VM, or why it does not respond in time.
+async fn report(hypervisor: &dyn Hypervisor, uuid: Uuid) -> std::result::Result<Power, String> {
+    match tokio::time::timeout(TIMEOUT, hypervisor.find(uuid)).await {
+        Ok(found) => found.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {TIMEOUT:?}")),
+    }
+}
+
+/// A change of a node's row.
+struct Write {
+    uuid: Uuid,
+    spec: NodeSpec,
+    /// Whether the request names the hypervisor.
+    is_named: bool,
+    /// The recorded hypervisor when that of a request without one was chosen.
+    seen: Option<String>,
+    /// The hypervisor that the VM has left with its disks.
+    moved: Option<String>,
+}
+
+impl Write {
+    /// Writes the row, and returns what changed. A node with disks keeps its hypervisor unless its VM has moved: the request
+    /// fails if it names another.
+    fn put(mut self, tx: &Tx<'_>) -> Result<Option<Change>> {
+        let Some(before) = tx.node(self.uuid)?.map(|row| row.spec) else {
+            tx.put_node(&NodeRow { uuid: self.uuid, spec: self.spec })?;
+            return Ok(Some(Change::Created));
+        };
+        let keeps = self.must_keep(&before.hypervisor, tx)?;
+        if keeps && self.is_named {
+            return Err(has_disks(self.uuid, &before, &self.spec));
+        }
+        if keeps || self.is_outdated(&before.hypervisor) {
+            self.spec.hypervisor.clone_from(&before.hypervisor);
+        }
+        if before == self.spec {
+            return Ok(None);
+        }
+        tx.put_node(&NodeRow { uuid: self.uuid, spec: self.spec })?;
+        Ok(Some(Change::Updated))
+    }
+
+    /// Whether the node would leave its hypervisor without its disks.
+    fn must_keep(&self, before: &String, tx: &Tx<'_>) -> Result<bool> {
+        let leaves = *before != self.spec.hypervisor && self.moved.as_ref() != Some(before);
+        Ok(leaves && !tx.attachments(Some(self.uuid), None)?.is_empty())
+    }
+
+    /// Whether another request has named a hypervisor since this one chose its own.
+    fn is_outdated(&self, before: &String) -> bool {
+        !self.is_named && self.seen.as_ref() != Some(before)
+    }
+}
+
+fn has_disks(uuid: Uuid, before: &NodeSpec, spec: &NodeSpec) -> Failure {
+    let detail = format!(
+        "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves, or migrate the VM with its disks and \
+         register it once it runs on {}",
+        before.name, before.hypervisor, spec.hypervisor
+    );
+    Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Node, uuid).into()
 }

@@ -9,8 +9,9 @@ use tests::console::Console;
 use tests::{Scenario, run, unique};
 
 /// The roles of Nestor's own programs, with the end of the account's name. The sidecars' roles follow their manifests.
-const MANAGEMENT: [(&str, &[&str]); 9] = [
+const MANAGEMENT: [(&str, &[&str]); 10] = [
     ("ClusterRole nestor:mgmt-csi", &[":mgmt-csi"]),
+    ("ClusterRole nestor:vm-status-writer", &[":mgmt-csi"]),
     ("Role nestor:capacity-writer", &[":mgmt-csi"]),
     ("Role nestor:vm-guests-writer", &[":mgmt-csi"]),
     ("Role nestor:leader-election", &[":mgmt-csi", ":vm-operator-shim"]),

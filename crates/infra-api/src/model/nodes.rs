@@ -15,9 +15,13 @@ pub struct NodeSpec {
     /// Display name, such as the name of the virtual machine. At most 253 bytes.
     #[schema(max_length = 253)]
     pub name: String,
-    /// Name of the hypervisor that runs it, as given to the server's `--hypervisor` flag.
+    /// Name of the hypervisor that runs it, as given to the server's `--hypervisor` flag. If it is absent or empty, a
+    /// registered node keeps its hypervisor until the virtual machine runs on another one, and for a new node the server
+    /// finds the hypervisor that has a virtual machine with this UUID.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub hypervisor: String,
-    /// Zone of the node. At most 63 bytes.
+    /// Zone of the node. At most 63 bytes. Absent: the zone of its hypervisor, as given to the server's
+    /// `--hypervisor-zone` flag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(max_length = 63)]
     pub zone: Option<String>,
@@ -64,7 +68,7 @@ pub struct Node {
     pub name: String,
     /// Name of the hypervisor that runs it.
     pub hypervisor: String,
-    /// Zone of the node.
+    /// Zone of the node, or else of its hypervisor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
     /// Labels for display and reports; the server ignores them.

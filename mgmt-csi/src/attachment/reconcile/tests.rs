@@ -10,8 +10,8 @@ use futures::future::join_all;
 use futures::stream::BoxStream;
 use http::{Request, Response};
 use infra_api::{
-    Account, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event, List, Node, Owner, Pool,
-    Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Account, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event, List, Node, NodeSpec, Owner,
+    Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use kube::client::Body;
 use kube_kit::fair::Limits;
@@ -24,7 +24,7 @@ use super::*;
 use crate::cluster::Cluster;
 use crate::infra::{
     AttachedDisk, BudgetError, CreateError, DeleteError, ExpandError, LimitError, Message, ParsedId,
-    SnapshotError, parse_attachment_id,
+    RegisterError, SnapshotError, parse_attachment_id,
 };
 use crate::ownership::UnlabelledVms;
 
@@ -171,6 +171,18 @@ impl StorageInfra for Failing {
     }
 
     async fn get_node(&self, _: Uuid, _: Deadline) -> Result<Option<Node>, ReadError> {
+        unreachable!()
+    }
+
+    async fn list_nodes(&self, _: Deadline) -> Result<Vec<Node>, ReadError> {
+        unreachable!()
+    }
+
+    async fn register_node(&self, _: Uuid, _: &NodeSpec, _: Deadline) -> Result<Node, RegisterError> {
+        unreachable!()
+    }
+
+    async fn remove_node(&self, _: Uuid, _: Deadline) -> Result<(), DeleteError> {
         unreachable!()
     }
 

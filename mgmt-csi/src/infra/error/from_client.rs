@@ -4,7 +4,7 @@ use infra_api::{ClientError, ObjectKind, Problem, ProblemCode};
 
 use super::{
     AttachError, BudgetError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
-    Message, ReadError, SnapshotError,
+    Message, ReadError, RegisterError, SnapshotError,
 };
 
 impl From<ClientError> for Indeterminate {
@@ -143,6 +143,27 @@ impl From<ClientError> for BudgetError {
         match error.problem() {
             Some(problem) if problem.code == ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
             _ => Self::Indeterminate(indeterminate(&error)),
+        }
+    }
+}
+
+impl From<ClientError> for RegisterError {
+    fn from(error: ClientError) -> Self {
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
+        match problem.code {
+            ProblemCode::NotFound => Self::NotFound(Message::of(problem)),
+            ProblemCode::Invalid | ProblemCode::Exists | ProblemCode::InUse => {
+                Self::Refused(Message::of(problem))
+            }
+            ProblemCode::Ended
+            | ProblemCode::OutOfSpace
+            | ProblemCode::OverBudget
+            | ProblemCode::NodeNotRunning
+            | ProblemCode::TooManyDisks
+            | ProblemCode::ReadOnly
+            | ProblemCode::Forbidden
+            | ProblemCode::Unavailable
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(Message::of(problem))),
         }
     }
 }

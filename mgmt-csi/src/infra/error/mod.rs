@@ -243,6 +243,20 @@ pub enum BudgetError {
     Indeterminate(#[from] Indeterminate),
 }
 
+/// Failure of the registration of a node.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RegisterError {
+    /// No hypervisor has the VM.
+    #[error("{0}")]
+    NotFound(Message),
+    /// The request is invalid, or several hypervisors have the VM.
+    #[error("{0}")]
+    Refused(Message),
+    /// The result is unknown.
+    #[error(transparent)]
+    Indeterminate(#[from] Indeterminate),
+}
+
 /// Failure of an attach. All but [`AttachError::Indeterminate`] imply that the disk is not attached under this ID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
@@ -284,6 +298,16 @@ pub enum AttachError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
 pub struct DetachError(#[from] pub Indeterminate);
+
+impl RegisterError {
+    /// What failed.
+    pub fn message(&self) -> &Message {
+        match self {
+            Self::NotFound(text) | Self::Refused(text) => text,
+            Self::Indeterminate(inner) => inner.message(),
+        }
+    }
+}
 
 impl AttachError {
     /// What failed.

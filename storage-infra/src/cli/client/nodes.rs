@@ -17,10 +17,11 @@ pub(in crate::cli) enum NodeCommand {
         /// Display name.
         #[arg(long)]
         name: String,
-        /// Hypervisor that runs it, by its name in the server's --hypervisor flag.
-        #[arg(long)]
+        /// Hypervisor that runs it, by its name in the server's --hypervisor flag. Default: the one that has a virtual
+        /// machine with this UUID.
+        #[arg(long, default_value = "", hide_default_value = true)]
         hypervisor: String,
-        /// Zone of the node.
+        /// Zone of the node. Default: that of its hypervisor.
         #[arg(long)]
         zone: Option<String>,
         #[command(flatten)]

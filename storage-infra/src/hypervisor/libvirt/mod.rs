@@ -126,6 +126,10 @@ impl Hypervisor for Libvirt {
         Ok(NodeFacts { power: now.power, max_disks: max_disks(&now), host })
     }
 
+    async fn find(&self, node: Uuid) -> Result<Power> {
+        Ok(self.describe(node).await?.power)
+    }
+
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         let nodes = nodes.to_vec();
         self.with(move |session| session.describe_all(&nodes)).await

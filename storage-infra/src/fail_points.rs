@@ -195,7 +195,7 @@ mod debug {
             self.0.describe(node).await
         }
 
-        async fn find(&self, node: Uuid) -> hypervisor::Result<Power> {
+        async fn find(&self, node: Uuid) -> hypervisor::Result<hypervisor::Power> {
             self.0.find(node).await
         }
 

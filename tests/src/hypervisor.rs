@@ -64,11 +64,10 @@ impl BareDomain {
         let folder = tempfile::tempdir()?;
         let file = folder.path().join("domain.xml");
         let xml = format!(
-            "<domain type='qemu'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
+            "<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
             <os><type arch='x86_64' machine='q35'>hvm</type></os>
             <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><memballoon model='none'/>
-            <controller type='scsi' index='0' model='virtio-scsi'/></devices></domain>",
-            name, uuid
+            <controller type='scsi' index='0' model='virtio-scsi'/></devices></domain>"
         );
         std::fs::write(&file, xml)?;
         let file = file.to_str().context("a path that is not UTF-8")?;

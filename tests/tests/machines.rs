@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use infra_api::{Node, NodeState};
+use k8s_openapi::api::core::v1::Event;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use lab::virtual_machines;
 use serde_json::{Value, json};
@@ -80,15 +81,14 @@ impl NewVm {
     }
 
     async fn has_event(&self, reason: &str) -> Result<()> {
-        let events: Api<k8s_openapi::api::core::v1::Event> =
-            Api::namespaced(self.namespace.client().clone(), &self.namespace.name);
+        let events: Api<Event> = Api::namespaced(self.namespace.client().clone(), &self.namespace.name);
         eventually(&format!("event {reason} on {}", self.name), PATIENCE, || async {
             let all = events.list(&Default::default()).await?;
-            let is_it = |event: &&k8s_openapi::api::core::v1::Event| {
+            let is_it = |event: &Event| {
                 event.reason.as_deref() == Some(reason)
                     && event.involved_object.name.as_deref() == Some(&self.name)
             };
-            Ok(all.iter().find(is_it).map(drop).ok_or_else(|| format!("{} others", all.items.len())))
+            Ok(if all.iter().any(is_it) { Ok(()) } else { Err(format!("{} others", all.items.len())) })
         })
         .await
     }

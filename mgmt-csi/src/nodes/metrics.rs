@@ -1,7 +1,6 @@
 //! Metrics of the registration of nodes.
 
 use std::collections::HashSet;
-use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use prometheus_client::metrics::gauge::Gauge;
@@ -10,21 +9,21 @@ use uuid::Uuid;
 
 /// A set of nodes whose size is a metric.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Counted<T = Uuid>(Arc<Mutex<HashSet<T>>>, Gauge);
+pub(super) struct Counted(Arc<Mutex<HashSet<Uuid>>>, Gauge);
 
-impl<T: Copy + Eq + Hash> Counted<T> {
-    fn change<R>(&self, change: impl FnOnce(&mut HashSet<T>) -> R) -> R {
+impl Counted {
+    fn change<R>(&self, change: impl FnOnce(&mut HashSet<Uuid>) -> R) -> R {
         let mut set = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let result = change(&mut set);
         self.1.set(i64::try_from(set.len()).unwrap_or(i64::MAX));
         result
     }
 
-    pub(super) fn insert(&self, node: T) {
+    pub(super) fn insert(&self, node: Uuid) {
         self.change(|set| set.insert(node));
     }
 
-    pub(super) fn remove(&self, node: T) -> bool {
+    pub(super) fn remove(&self, node: Uuid) -> bool {
         self.change(|set| set.remove(&node))
     }
 
@@ -32,7 +31,7 @@ impl<T: Copy + Eq + Hash> Counted<T> {
         self.change(HashSet::clear);
     }
 
-    pub(super) fn all(&self) -> Vec<T> {
+    pub(super) fn all(&self) -> Vec<Uuid> {
         self.change(|set| set.iter().copied().collect())
     }
 }

@@ -209,11 +209,7 @@ impl Nodes {
         self.kept_since().remove(&uuid);
         self.metrics.kept.remove(uuid);
         for other in others {
-            let note = format!(
-                "its UUID {uuid} is that of VirtualMachine {} too, which is older: correct its status",
-                Key::of(&*vm)
-            );
-            warn(context, virtual_machines::reference(&other), EventReason::DuplicateUuid, &note);
+            report_duplicate(context, uuid, &vm, &other);
         }
         self.register(context, uuid, &vm).await
     }
@@ -357,6 +353,16 @@ fn requeue_unattached(shared: &Shared, uuid: Uuid) {
     for attachment in shared.attachments.informer().list().iter().filter(|one| waits(one)) {
         shared.queue.push(Key::of(&**attachment));
     }
+}
+
+/// Reports a VM with the UUID of an older one, which may be another guest's.
+fn report_duplicate(context: &Context, uuid: Uuid, older: &VirtualMachine, vm: &VirtualMachine) {
+    tracing::warn!(vm = %Key::of(vm), older = %Key::of(older), "two VirtualMachines have the UUID {uuid}");
+    let note = format!(
+        "an older VirtualMachine has the same UUID {uuid} in its status and is registered instead: correct the status; the log \
+         of mgmt-csi names it"
+    );
+    warn(context, virtual_machines::reference(vm), EventReason::DuplicateUuid, &note);
 }
 
 /// Logs a warning, and emits it as event.

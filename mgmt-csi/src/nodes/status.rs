@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 /// The program that writes `biosUUID`, `zone` and `powerState` of `VirtualMachine.status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum StatusWriter {
+pub(super) enum StatusWriter {
     /// The VM Operator that created the VM, or another program of the platform.
     VmOperator,
     /// mgmt-csi, from what the hypervisor reports.

@@ -253,14 +253,14 @@ impl Write {
     }
 
     /// Whether the node would leave its hypervisor without its disks.
-    fn must_keep(&self, before: &String, tx: &Tx<'_>) -> Result<bool> {
-        let leaves = *before != self.spec.hypervisor && self.moved.as_ref() != Some(before);
+    fn must_keep(&self, before: &str, tx: &Tx<'_>) -> Result<bool> {
+        let leaves = before != self.spec.hypervisor && self.moved.as_deref() != Some(before);
         Ok(leaves && !tx.attachments(Some(self.uuid), None)?.is_empty())
     }
 
     /// Whether another request has named a hypervisor since this one chose its own.
-    fn is_outdated(&self, before: &String) -> bool {
-        !self.is_named && self.seen.as_ref() != Some(before)
+    fn is_outdated(&self, before: &str) -> bool {
+        !self.is_named && self.seen.as_deref() != Some(before)
     }
 }
 

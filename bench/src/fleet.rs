@@ -88,10 +88,11 @@ impl<'a> Fleet<'a> {
         volumes: usize,
     ) -> Result<(FleetVm, Vec<String>)> {
         let (name, uuid) = (unique("vm"), Uuid::new_v4());
+        let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
+        lab::infra::simulate(infra, &uuid.to_string())?;
         lab::virtual_machines::create(&self.client, &namespace, label, &name, &uuid.to_string(), ZONE)
             .await?;
-        let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
-        lab::infra::register_node(infra, &name, &uuid.to_string(), ZONE, lab::infra::SIMULATED).await?;
+        lab::virtual_machines::wait_until_registered(&self.client, &namespace, &name).await?;
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
         let (mut claims, mut made) = (Vec::new(), Vec::new());
         for _ in 0..volumes {
@@ -201,7 +202,6 @@ impl<'a> Fleet<'a> {
 
     /// Removes everything. No VM may have a disk.
     pub(crate) async fn remove(self) -> Result<()> {
-        let infra = self.lab.infra()?;
         let gone = Observed::watch(
             Api::<PersistentVolume>::all(self.client.clone()),
             watcher::Config::default(),
@@ -211,7 +211,6 @@ impl<'a> Fleet<'a> {
             .map(anyhow::Ok)
             .try_for_each_concurrent(AT_ONCE, |vm| async {
                 lab::virtual_machines::delete(&self.client, &vm.namespace, &vm.name).await?;
-                infra.delete_node(vm.uuid).await?;
                 let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &vm.namespace);
                 for claim in &vm.claims {
                     claims.delete(claim, &DeleteParams::default()).await?;

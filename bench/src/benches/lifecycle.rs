@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use futures::{StreamExt, TryStreamExt, stream};
 use infra_api::VolumeId;
@@ -133,6 +133,7 @@ async fn add_vms(s: &Scenario, vms: &mut Vec<String>, count: usize) -> Result<()
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| async move {
             let uuid = Uuid::new_v4().to_string();
+            lab::infra::simulate(s.lab.state().infra.as_ref().context("no storage infra")?, &uuid)?;
             lab::virtual_machines::create(&s.management, &s.namespace, &s.cluster_id, name, &uuid, ZONE).await
         })
         .await?;

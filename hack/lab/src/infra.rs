@@ -144,6 +144,12 @@ pub fn client(infra: &Infra) -> Result<infra_api::Client> {
     Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki, Role::Operator))?)
 }
 
+/// Lets the simulated hypervisor have a VM with this UUID.
+pub fn simulate(infra: &Infra, uuid: &str) -> Result<()> {
+    let dir = infra.simulated_root.join(uuid);
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))
+}
+
 /// Registers a VM with the storage infra and waits until the hypervisor finds it, as an administrator of an earlier version
 /// whose mgmt-csi does not register VMs.
 pub(crate) async fn register_node(

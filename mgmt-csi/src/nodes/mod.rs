@@ -46,8 +46,6 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const CONCURRENT_CHECKS: usize = 16;
 /// Interval between full comparisons, which only a lost event makes necessary.
 const INTERVAL: Duration = Duration::from_secs(300);
-/// Delay of a retry for a VM that no hypervisor has yet.
-const NOT_FOUND_DELAY: Duration = Duration::from_secs(5);
 /// Delay of a retry for a node that is kept. The end of an attachment triggers one at once.
 const KEPT_DELAY: Duration = Duration::from_secs(30);
 /// How long the disks of a deleted VM may take to be detached before it is reported.
@@ -225,11 +223,10 @@ impl Nodes {
         let registered = infra.register_node(uuid, &spec, Instant::now() + TIMEOUT).await;
         let node = match registered {
             Ok(node) => node,
-            // An administrator may have registered it.
-            Err(error) => match infra.get_node(uuid, Instant::now() + TIMEOUT).await? {
-                Some(_) => return Err(error.into()),
-                None => return self.is_unregistered(context, uuid, vm, error),
-            },
+            Err(error) => {
+                self.report_unregistered(context, uuid, vm, &error).await?;
+                return Err(error.into());
+            }
         };
         if self.metrics.unregistered.remove(uuid) {
             requeue_unattached(&context.shared, uuid);
@@ -237,29 +234,30 @@ impl Nodes {
         self.write_status(context, vm, &node).await
     }
 
-    fn is_unregistered(
+    /// Reports a VM that could not be registered, unless it is registered already.
+    async fn report_unregistered(
         &self,
         context: &Context,
         uuid: Uuid,
         vm: &VirtualMachine,
-        error: RegisterError,
-    ) -> Result<NextAction, CheckError> {
+        error: &RegisterError,
+    ) -> Result<(), CheckError> {
+        let is_new = matches!(error, RegisterError::NotFound(_))
+            || context.shared.infra.get_node(uuid, Instant::now() + TIMEOUT).await?.is_none();
+        if !is_new {
+            return Ok(());
+        }
         self.metrics.unregistered.insert(uuid);
-        let note =
-            format!("no disk can be attached, because the VM is not registered: {}", error.message().guest());
+        let why = error.message().guest();
         context.shared.events.warning_once(
             virtual_machines::reference(vm),
             "Register",
             EventReason::NodeNotRegistered.as_str(),
-            note,
+            format!(
+                "no disk can be attached, because the VM is not registered with the storage infra: {why}"
+            ),
         );
-        match error {
-            RegisterError::NotFound(why) => {
-                tracing::info!(node = %uuid, vm = %Key::of(vm), "not registered yet: {why}");
-                Ok(NextAction::RequeueAfter(NOT_FOUND_DELAY))
-            }
-            error => Err(error.into()),
-        }
+        Ok(())
     }
 
     /// Removes the node of a deleted VM.

@@ -99,8 +99,8 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         PutSnapshot | DeleteSnapshot => &[Role::Driver, Role::Operator, Role::Backup],
         ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListAttachments
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
-        PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget
-        | PutNode | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
+        PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
+        | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | DeleteSavedState | DeleteHost => &[Role::Operator],
     };
     roles.contains(&role)

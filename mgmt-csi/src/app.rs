@@ -32,7 +32,7 @@ use crate::controller::Controller;
 use crate::controller::limits::DefaultLimits;
 use crate::guest_credentials::{GuestCredentialArgs, GuestCredentials};
 use crate::infra::{Certificates, InfraEvent, Rest, StorageInfra, monitor, subscribe};
-use crate::nodes::{self, Nodes};
+use crate::nodes::{NodeArgs, Nodes};
 use crate::ownership;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
@@ -58,7 +58,7 @@ pub struct Args {
     #[command(flatten)]
     ownership: ownership::OwnershipArgs,
     #[command(flatten)]
-    nodes: nodes::Options,
+    nodes: NodeArgs,
     #[command(flatten)]
     repair: repair::Options,
     /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.

@@ -53,7 +53,7 @@ const REPORT_AFTER: Duration = Duration::from_secs(30);
 
 /// Flags of the registration.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Options {
+pub struct NodeArgs {
     /// Who writes biosUUID, zone and powerState of the status of VirtualMachines. With vm-operator-shim, mgmt-csi can do it.
     #[arg(long, value_enum, default_value_t = StatusWriter::VmOperator)]
     vm_status_writer: StatusWriter,
@@ -112,7 +112,7 @@ pub(crate) struct Context {
 
 impl Nodes {
     /// Registers the metrics.
-    pub fn new(registry: &mut Registry, options: Options) -> Self {
+    pub fn new(registry: &mut Registry, options: NodeArgs) -> Self {
         Self {
             writer: options.vm_status_writer,
             metrics: Metrics::register(registry),

@@ -11,7 +11,7 @@ use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
 
 use crate::objects::{delete, gone, set_policy};
-use crate::{PATIENCE, Scenario, eventually};
+use crate::{PATIENCE, Scenario, chart, eventually};
 
 /// Runs a test, removes its objects and checks for leftovers, whether the test succeeded or not.
 pub async fn run<Body, Running>(body: Body) -> Result<()>
@@ -55,6 +55,7 @@ impl Scenario {
         self.remove_budgets().await?;
         self.remove_own_namespaces().await?;
         self.remove_accounts().await?;
+        self.remove_role_objects().await?;
         self.record_claims().await?;
         self.remove_pods().await?;
         self.remove_guest_attachments().await?;
@@ -65,6 +66,14 @@ impl Scenario {
         self.remove_classes().await?;
         self.no_leftovers().await?;
         self.remove_pools().await
+    }
+
+    async fn remove_role_objects(&self) -> Result<()> {
+        let objects = std::mem::take(&mut self.created().role_objects);
+        for (client, object) in &objects {
+            chart::delete(client, object).await?;
+        }
+        Ok(())
     }
 
     async fn remove_budgets(&self) -> Result<()> {

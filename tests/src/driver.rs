@@ -30,7 +30,7 @@ pub struct Driver(ControllerClient<Channel>);
 
 impl Driver {
     /// Connects to a socket at the first call.
-    pub(crate) fn at(socket: &Path) -> Result<Self> {
+    pub fn at(socket: &Path) -> Result<Self> {
         Ok(Self(ControllerClient::new(csi::client::connect_lazy(socket)?)))
     }
 

@@ -4,6 +4,7 @@
 //! A test is a [`run`] of a [`Scenario`]. The scenario removes its objects when the test ends, and the test fails if
 //! either tier or the storage infra still holds any of them.
 
+pub mod accounts;
 pub mod browser;
 mod budgets;
 pub mod bytes;

@@ -65,6 +65,8 @@ pub(crate) struct Created {
     pub(crate) namespaces: Vec<OwnNamespace>,
     /// Guests with accounts in the management cluster.
     pub(crate) accounts: Vec<Guest>,
+    /// Roles and bindings of accounts whose rights a test changes.
+    pub(crate) role_objects: Vec<(Client, serde_json::Value)>,
     /// Nodes in the storage infra that belong to these namespaces.
     pub(crate) infra_nodes: Vec<uuid::Uuid>,
 }
@@ -197,7 +199,7 @@ impl Scenario {
     }
 
     /// Adds a management claim that gc-csi does not create to the cleanup.
-    pub(crate) fn new_management_claim(&self) -> String {
+    pub fn new_management_claim(&self) -> String {
         let name = unique(&self.name);
         let mut created = self.created();
         created.management_claims.push(name.clone());

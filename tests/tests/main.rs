@@ -57,6 +57,7 @@ mod registration;
 mod release;
 mod repair;
 mod requests;
+mod right_removal;
 mod rights;
 mod sharing;
 mod snapshot;

@@ -101,6 +101,8 @@ impl Events {
 
     fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
         let note = self::note(&note);
+        // kube's recorder counts an Event as repeated only if the references are equal.
+        let about = ObjectReference { resource_version: None, ..about };
         let flow = flow(&about);
         if self.limiter.waiting(&flow.namespace) >= MAX_QUEUED {
             tracing::warn!(
@@ -223,8 +225,10 @@ mod tests {
         let events = Events::new(Client::new(service, "n"), "test");
         let about = ObjectReference { name: Some("claim".into()), ..ObjectReference::default() };
         let mut seen = Vec::new();
-        for note in ["two", "two", "three", "three", "x\ny"] {
-            events.warning(about.clone(), "Check", "Differs", note.to_owned());
+        for (version, note) in ["two", "two", "three", "three", "x\ny"].into_iter().enumerate() {
+            // The object changes meanwhile.
+            let about = ObjectReference { resource_version: Some(version.to_string()), ..about.clone() };
+            events.warning(about, "Check", "Differs", note.to_owned());
             let (method, note, count) = sent.recv().await.unwrap();
             // Wait until it was sent.
             while !events.limiter.is_idle() {

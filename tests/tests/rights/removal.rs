@@ -1,4 +1,5 @@
-//! The removal of a right breaks what the reference says, with an error that names the right.
+//! The removal of a right breaks what the reference says, with an error that names the right: writes of a guest, and a read of
+//! mgmt-csi. The module `right_removal` removes all rights.
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::authorization::v1::SelfSubjectAccessReview;
@@ -117,6 +118,13 @@ fn without(rules: &[PolicyRule], resource: &str, verb: &str) -> Vec<PolicyRule> 
     }
     rules.retain(|rule| !rule.verbs.is_empty());
     rules
+}
+
+#[test]
+fn each_right_has_one_test_of_its_removal() -> Result<()> {
+    let faults = crate::right_removal::table::faults()?;
+    ensure!(faults.is_empty(), "tests/tests/right_removal/table.rs: {faults:#?}");
+    Ok(())
 }
 
 #[tokio::test]

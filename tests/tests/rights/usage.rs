@@ -28,7 +28,7 @@ const GUEST: [(&str, &[&str]); 2] = [
 
 /// Rights that only a fault, an option or `kubectl nestor` uses: role, resource and verb, and the module that causes the use or
 /// why there is none.
-const NOT_ALWAYS: [(&str, &str, &str, &str); 46] = [
+const NOT_ALWAYS: [(&str, &str, &str, &str); 41] = [
     (
         "ClusterRole nestor:mgmt-csi",
         "persistentvolumes",
@@ -56,15 +56,7 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 46] = [
     ("Role nestor:leader-election", "leases", "watch", "ha"),
     ("Role nestor:leader-election", "leases", "create", "ha"),
     ("Role nestor:leader-election", "leases", "update", "ha"),
-    ("ClusterRole nestor:vm-operator-shim", "virtualmachines", "get", "crash: a conflict"),
-    (
-        "ClusterRole nestor:vm-operator-shim",
-        "virtualmachines/finalizers",
-        "update",
-        "an admission plugin that the lab does not run",
-    ),
     ("ClusterRole nestor:vm-operator-shim", "events", "create", "fairness"),
-    ("ClusterRole nestor:vm-operator-shim", "events", "patch", "fairness: an event that repeats"),
     ("Role ACCOUNT", "persistentvolumeclaims", "get", "dynamic: before a refusal"),
     ("Role ACCOUNT", "volumesnapshots", "get", "snapshot"),
     ("Role ACCOUNT", "volumesnapshots", "patch", "guest_deletion"),
@@ -75,8 +67,6 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 46] = [
     ("Role ACCOUNT", "events", "create", "repair: orphans"),
     ("Role ACCOUNT", "events", "patch", "repair: orphans"),
     ("ClusterRole nestor:class-reader", "storageclasses", "get", "plugin"),
-    ("ClusterRole nestor:class-reader", "volumeattributesclasses", "get", "plugin"),
-    ("ClusterRole nestor:class-reader", "volumesnapshotclasses", "get", "plugin"),
     ("ClusterRole nestor:gc-csi-controller", "persistentvolumeclaims", "get", "repair: orphans"),
     ("ClusterRole nestor:gc-csi-controller", "pods", "list", "metadata: --sync-pods"),
     ("ClusterRole nestor:gc-csi-controller", "pods", "watch", "metadata: --sync-pods"),
@@ -86,10 +76,10 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 46] = [
     ("Role nestor:gc-csi-controller", "leases", "watch", "ha"),
     ("Role nestor:gc-csi-controller", "leases", "create", "ha"),
     ("Role nestor:gc-csi-controller", "leases", "update", "ha"),
-    ("ClusterRole nestor:gc-csi-controller", "nodes", "get", "topology"),
+    ("ClusterRole nestor:gc-csi-controller", "nodes", "get", "repair"),
     ("ClusterRole nestor:gc-csi-controller", "nodes", "patch", "topology"),
     ("ClusterRole nestor:gc-csi-controller", "volumeattachments", "get", "late_removal"),
-    ("ClusterRole nestor:gc-csi-controller", "volumesnapshotcontents", "get", "repair: orphaned snapshots"),
+    ("ClusterRole nestor:gc-csi-controller", "volumesnapshotcontents", "get", "snapshot"),
 ];
 
 /// Group, resource with its subresource, and verb of a request, with the account.

@@ -106,7 +106,8 @@ where
                 }
                 WatchEnd::Refused(reason) | WatchEnd::Broken(reason) => {
                     let reason = format!("failed to watch {}: {reason}", self.what);
-                    if self.informer.watch_error().is_none() {
+                    // Not each retry, but a new cause, also of the first list.
+                    if self.informer.watch_error().as_ref() != Some(&reason) {
                         tracing::warn!("{reason}; retrying");
                     }
                     self.down(&check, reason);

@@ -31,9 +31,9 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
-/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd, or
-/// pack a release twice.
-const LONG: [&str; 5] = ["alert_faults", "arm64", "dashboards", "package", "release"];
+/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd,
+/// pack a release twice, or remove each right.
+const LONG: [&str; 6] = ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
 
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]

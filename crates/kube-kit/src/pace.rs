@@ -1,5 +1,5 @@
 //! Pace of background writes: writes that nobody waits for, such as conditions and Events, yield to calls under way and to
-//! an API server that answers slowly. [`decide`] holds the rules; no write is delayed for longer than [`MAX_DELAY`].
+//! an API server that answers slowly. The module `decide` holds the rules; no write is delayed for longer than [`MAX_DELAY`].
 
 mod decide;
 

@@ -133,9 +133,6 @@ impl<'a> Replacement<'a> {
             self.own.claims().delete(BY_HAND, &DeleteParams::default()).await?;
             self.s.volumes().delete(&subject, &DeleteParams::default()).await?;
         }
-        if matches!(step, MgmtCsi::LoseAttachment | MgmtCsi::Predecessor) {
-            detach_all(self.s, &self.node.name).await?;
-        }
         Ok(())
     }
 
@@ -173,6 +170,7 @@ impl<'a> Replacement<'a> {
                 s.add_entry(vm, entry(&self.claim)).await?;
                 self.claim.clone()
             }
+            MgmtCsi::Detach => s.remove_entries(vm, |_| true).await.map(|()| self.claim.clone())?,
             MgmtCsi::LoseAttachment => {
                 let node = self.node.uuid.to_string().parse()?;
                 let attached = s.infra.list_attachments(Some(node), None).await?;
@@ -240,6 +238,10 @@ impl<'a> Replacement<'a> {
                 Ok(if is_bound { Ok(()) } else { Err(format!("{events:?}")) })
             }
             MgmtCsi::Attach | MgmtCsi::Predecessor => is_attached(s, vm, subject).await,
+            MgmtCsi::Detach => {
+                let left = s.attachment(vm, subject).await?;
+                Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.status))))
+            }
             MgmtCsi::LoseAttachment => {
                 let node = self.node.uuid.to_string().parse()?;
                 let now = s.infra.list_attachments(Some(node), None).await?;

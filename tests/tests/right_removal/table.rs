@@ -57,6 +57,8 @@ pub(super) enum MgmtCsi {
     LoseAttachment,
     /// A disk is attached that an earlier VolumeAttachment of the same name had.
     Predecessor,
+    /// The entry is removed.
+    Detach,
     /// A claim is deleted.
     Delete,
 }
@@ -143,7 +145,7 @@ const ROWS: &[Row] = &[
     (MGMT, "volumesnapshotcontents", &["get"], How::MgmtCsi(MgmtCsi::RestoreShared)),
     (MGMT, "volumeattachments", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (MGMT, "volumeattachments", &["get"], How::MgmtCsi(MgmtCsi::Predecessor)),
-    (MGMT, "volumeattachments", &["patch"], How::MgmtCsi(MgmtCsi::Attach)),
+    (MGMT, "volumeattachments", &["patch"], How::MgmtCsi(MgmtCsi::Detach)),
     (MGMT, "volumeattachments", &["delete"], How::MgmtCsi(MgmtCsi::LoseAttachment)),
     (MGMT, "volumeattachments/status", &["patch"], How::MgmtCsi(MgmtCsi::Attach)),
     (MGMT, "storagebudgets", WATCH, How::MgmtCsi(MgmtCsi::Start)),

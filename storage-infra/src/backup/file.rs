@@ -54,10 +54,13 @@ pub fn name_at(prefix: &str, now: Timestamp) -> String {
     format!("{prefix}{}.sqlite", now.strftime(TIME))
 }
 
-/// Time in the name of a backup with this prefix.
+/// Time in the name of a backup with this prefix. `None` for any name that [`name_at`] does not give: what is read as a backup
+/// is removed when it is old.
 pub(crate) fn time_of(prefix: &str, name: &str) -> Option<Timestamp> {
     let text = name.strip_prefix(prefix)?.strip_suffix(".sqlite")?;
-    TimeZone::UTC.to_timestamp(DateTime::strptime(TIME, text).ok()?).ok()
+    let time = TimeZone::UTC.to_timestamp(DateTime::strptime(TIME, text).ok()?).ok()?;
+    // strptime also accepts signs, and numbers with fewer digits.
+    (name_at(prefix, time) == name).then_some(time)
 }
 
 /// Backs up the catalog of a data directory, which a server may be using, to a file that must not exist.
@@ -169,9 +172,14 @@ mod tests {
             (name.as_str(), time_of("catalog-", &name)),
             ("catalog-20261123T201530Z.sqlite", Some(now))
         );
-        for other in
-            ["catalog-x.sqlite", "catalog-20261123T201530Z.sqlite.partial", "20261123T201530Z.sqlite"]
-        {
+        for other in [
+            "catalog-x.sqlite",
+            "catalog-20261123T201530Z.sqlite.partial",
+            "20261123T201530Z.sqlite",
+            "catalog--0260101T00401Z.sqlite",
+            "catalog-20261123T20153Z.sqlite",
+            "catalog-+20261123T201530Z.sqlite",
+        ] {
             assert_eq!(time_of("catalog-", other), None, "{other}");
         }
     }

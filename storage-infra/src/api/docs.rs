@@ -55,7 +55,8 @@ use super::{budgets, events, handlers};
         handlers::capacity,
         handlers::health,
         events::stream,
-    )
+    ),
+    components(schemas(handlers::LabelSelector))
 )]
 struct Api;
 

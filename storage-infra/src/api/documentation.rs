@@ -92,13 +92,21 @@ impl Modify for Integers {
 
 fn document_integers(schema: &mut RefOr<Schema>) {
     let RefOr::T(Schema::Object(object)) = schema else { return };
-    if matches!(object.minimum, Some(Number::Int(0) | Number::UInt(0))) {
+    if object.minimum.as_ref().is_some_and(is_zero) {
         let is_short = object.format == Some(SchemaFormat::KnownFormat(KnownFormat::Int32));
         let (format, maximum) = if is_short { ("uint32", u64::from(u32::MAX)) } else { ("uint64", u64::MAX) };
         object.format = Some(SchemaFormat::Custom(format.to_owned()));
         object.maximum = object.maximum.take().or_else(|| usize::try_from(maximum).ok().map(Number::UInt));
     }
     object.properties.values_mut().for_each(document_integers);
+}
+
+fn is_zero(number: &Number) -> bool {
+    match number {
+        Number::Int(number) => *number == 0,
+        Number::UInt(number) => *number == 0,
+        Number::Float(number) => *number == 0.0,
+    }
 }
 
 /// Documents that clients present a certificate.

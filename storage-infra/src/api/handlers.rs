@@ -439,7 +439,7 @@ fn attachment(id: &AttachmentId, progress: Progress) -> Result<Response> {
 /// A label as `key=value`.
 #[derive(ToSchema)]
 #[schema(value_type = String, pattern = "=")]
-struct LabelSelector(String);
+pub(super) struct LabelSelector(String);
 
 impl LabelSelector {
     fn label(&self) -> Result<(String, String)> {

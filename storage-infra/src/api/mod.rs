@@ -1,5 +1,6 @@
 //! REST API: translation between HTTP and [`crate::service`], without logic of its own.
 
+mod body;
 mod budgets;
 mod client;
 mod docs;
@@ -95,6 +96,7 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
             Failure::from(Problem::new(ProblemCode::NotFound, detail).about(ObjectKind::Route, path))
         })
         .layer(middleware::from_fn_with_state(access, client::authorize))
+        .layer(middleware::from_fn(body::read))
         .layer(middleware::from_fn(client::name_client))
         .layer(middleware::from_fn_with_state(metrics, observe))
         .with_state(App::new(service, stop))

@@ -116,7 +116,8 @@ impl Modify for ClientCertificates {
     fn modify(&self, api: &mut OpenApi) {
         let description = Some(
             "A certificate that the server's client CA signed. Its organization (O) is the client's role: `nestor:driver`, \
-             `nestor:operator`, `nestor:reader` or `nestor:backup`."
+             `nestor:operator`, `nestor:reader` or `nestor:backup`. That of a backup also has the organization \
+             `nestor:account:ACCOUNT` of the account whose volumes it may use."
                 .to_owned(),
         );
         let scheme = SecurityScheme::MutualTls { description, extensions: None };

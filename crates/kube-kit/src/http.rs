@@ -2,8 +2,10 @@
 
 mod access;
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::http::{HeaderMap, StatusCode};
@@ -12,11 +14,19 @@ use axum::routing::get;
 use kube::Client;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 pub use access::{MetricsAccess, MetricsAuth};
 
 use crate::health::Health;
+
+/// How long to wait for another process that listens on the address. The socket of a program that died stays open until a child
+/// process that it was starting has called exec.
+const LISTENER_WAIT: Duration = Duration::from_secs(5);
+/// Poll interval of that wait.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Flags of the HTTP endpoint.
 #[derive(Debug, Clone, clap::Args)]
@@ -58,7 +68,7 @@ pub async fn serve(
     mut registry: Registry,
     access: MetricsAccess,
     stop: CancellationToken,
-) -> std::io::Result<()> {
+) -> io::Result<()> {
     crate::client::traffic::register(&mut registry);
     crate::informer::metrics::register(&mut registry);
     crate::queue::metrics::register(&mut registry);
@@ -86,7 +96,7 @@ pub async fn serve(
         .route("/healthz", get(move || answer(alive)))
         .route("/readyz", get(move || answer(ready)))
         .route("/metrics", get(metrics));
-    let listener = tokio::net::TcpListener::bind(address).await?;
+    let listener = listen(address, LISTENER_WAIT).await?;
     tracing::info!(%address, "serving health and metrics");
     axum::serve(listener, app).with_graceful_shutdown(stop.cancelled_owned()).await
 }
@@ -94,4 +104,31 @@ pub async fn serve(
 async fn answer(health: Health) -> (StatusCode, String) {
     let status = if health.failing().is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, health.report())
+}
+
+/// Listens on the address. Waits up to `wait` for another process that does.
+async fn listen(address: SocketAddr, wait: Duration) -> io::Result<TcpListener> {
+    let deadline = Instant::now() + wait;
+    loop {
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                tokio::time::sleep(POLL_INTERVAL).await;
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_address_in_use_is_awaited_for_a_limited_time() {
+        let first = listen(([127, 0, 0, 1], 0).into(), Duration::ZERO).await.unwrap();
+        let address = first.local_addr().unwrap();
+        assert_eq!(listen(address, Duration::ZERO).await.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let (next, ()) = tokio::join!(listen(address, LISTENER_WAIT), async { drop(first) });
+        assert_eq!(next.unwrap().local_addr().unwrap(), address);
+    }
 }

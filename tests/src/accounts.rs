@@ -339,6 +339,8 @@ impl<'a> Withheld<'a> {
         self.restore().await?;
         outcome.with_context(|| format!("log: {}", log()))?;
         said.push_str(&log());
+        // Fields of a log line are quoted.
+        let said = said.replace("\\\"", "\"");
         for right in &self.named {
             let text = format!("cannot {} resource \"{}\"", right.verb, right.resource);
             ensure!(said.contains(&text), "nothing says {text:?} of {right:?}: {said}");

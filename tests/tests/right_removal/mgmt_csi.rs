@@ -36,7 +36,6 @@ struct Replacement<'a> {
     guest: TokenGuest,
     node: LoopNode,
     claim: String,
-    doomed: String,
     snapshot: String,
     /// Cluster ID of a guest with which the snapshot is shared.
     other: String,
@@ -58,13 +57,12 @@ impl<'a> Replacement<'a> {
         let account = account.named("ACCOUNT", &guest.account).await?;
         let node = s.node().await?;
         let labels = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
-        let (claim, doomed) =
-            (s.management_claim(&labels, json!({})).await?, s.management_claim(&labels, json!({})).await?);
+        let claim = s.management_claim(&labels, json!({})).await?;
         let snapshot = s.management_snapshot(&labels, &claim).await?;
         let other = unique("other");
         share_content(s, &snapshot, &other).await?;
         s.stop_component(PROGRAM).await?;
-        Ok(Self { s, account, own, guest, node, claim, doomed, snapshot, other })
+        Ok(Self { s, account, own, guest, node, claim, snapshot, other })
     }
 
     async fn spawn(&self) -> Result<Running> {
@@ -164,6 +162,9 @@ impl<'a> Replacement<'a> {
             MgmtCsi::Retain => {
                 s.set_reclaim_policy(&self.claim, "Retain").await.map(|_| self.claim.clone())?
             }
+            MgmtCsi::DeleteAgain => {
+                s.set_reclaim_policy(&self.claim, "Delete").await.map(|_| self.claim.clone())?
+            }
             MgmtCsi::Abnormal => self.claim.clone(),
             MgmtCsi::RestoreShared => self.restore().await?,
             MgmtCsi::Attach | MgmtCsi::Predecessor => {
@@ -177,11 +178,6 @@ impl<'a> Replacement<'a> {
                 let lost = attached.first().context("no attachment")?;
                 s.infra.detach(&lost.id, PATIENCE).await?;
                 lost.id.to_string()
-            }
-            MgmtCsi::Delete => {
-                let volume = self.volume(&self.doomed).await?;
-                s.claims().delete(&self.doomed, &DeleteParams::default()).await?;
-                volume
             }
         })
     }
@@ -230,6 +226,11 @@ impl<'a> Replacement<'a> {
                 let is_there = shown.contains_key(names::ANNOTATION_RECLAIM_POLICY);
                 Ok(if is_there { Ok(()) } else { Err(format!("{shown:?}")) })
             }
+            MgmtCsi::DeleteAgain => {
+                let shown = s.claims().get(subject).await?.annotations().clone();
+                let is_there = shown.contains_key(names::ANNOTATION_RECLAIM_POLICY);
+                Ok(if is_there { Err(format!("{shown:?}")) } else { Ok(()) })
+            }
             MgmtCsi::Abnormal => self.toggle_health(subject).await,
             MgmtCsi::RestoreShared => {
                 let status = s.claims().get(subject).await?.status.unwrap_or_default();
@@ -250,17 +251,7 @@ impl<'a> Replacement<'a> {
                 });
                 Ok(if is_new { Ok(()) } else { Err(format!("{now:?}")) })
             }
-            MgmtCsi::Delete => {
-                let left = s.volumes().get_opt(subject).await?;
-                Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.status))))
-            }
         }
-    }
-
-    /// The PersistentVolume of a claim.
-    async fn volume(&self, claim: &str) -> Result<String> {
-        let spec = self.s.claims().get(claim).await?.spec;
-        spec.and_then(|spec| spec.volume_name).context("the claim has no volume")
     }
 
     /// Creates a PersistentVolume of the claim's volume, and a claim of a guest that is bound to it; returns the PersistentVolume.

@@ -47,6 +47,8 @@ pub(super) enum MgmtCsi {
     NoRecord,
     /// The reclaim policy of a PersistentVolume becomes Retain.
     Retain,
+    /// The reclaim policy becomes Delete again.
+    DeleteAgain,
     /// The file of a volume disappears and returns.
     Abnormal,
     /// A guest restores a snapshot of another guest, which is shared with it.
@@ -59,8 +61,6 @@ pub(super) enum MgmtCsi {
     Predecessor,
     /// The entry is removed.
     Detach,
-    /// A claim is deleted.
-    Delete,
 }
 
 /// Steps of a guest's gc-csi, in this order.
@@ -134,7 +134,7 @@ const WATCH: &[&str] = &["list", "watch"];
 const ROWS: &[Row] = &[
     (MGMT, "serviceaccounts", &["list"], How::MgmtCsi(MgmtCsi::RenewToken)),
     (MGMT, "persistentvolumes", WATCH, How::MgmtCsi(MgmtCsi::Start)),
-    (MGMT, "persistentvolumes", &["get"], How::MgmtCsi(MgmtCsi::Delete)),
+    (MGMT, "persistentvolumes", &["get"], How::MgmtCsi(MgmtCsi::DeleteAgain)),
     (MGMT, "persistentvolumes", &["patch"], How::MgmtCsi(MgmtCsi::NoRecord)),
     (MGMT, "persistentvolumeclaims", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (MGMT, "persistentvolumeclaims", &["get"], How::MgmtCsi(MgmtCsi::RestoreShared)),

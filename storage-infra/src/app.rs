@@ -81,6 +81,8 @@ pub struct Options {
     pub hypervisors: Vec<HypervisorFlag>,
     /// Zones of hypervisors, by their names.
     pub zones: Vec<(String, String)>,
+    /// Directories besides those of pools whose files may be adopted.
+    pub file_dirs: Vec<PathBuf>,
     /// When to back up the catalog.
     pub backups: Option<Schedule>,
     /// Listen address of health and metrics.
@@ -100,7 +102,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let watched = catalog.clone();
     let hypervisors = hypervisors(&options.hypervisors)?;
     let zones = zones(&options.zones, &hypervisors)?;
-    let service = Service::new(catalog, hypervisors, zones, metrics.clone());
+    let service = Service::new(catalog, hypervisors, zones, metrics.clone(), options.file_dirs.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     // Bind before health is served: a client that sees a healthy server must be able to connect.

@@ -33,6 +33,7 @@ pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor>
 #[cfg(debug_assertions)]
 mod debug {
     use std::collections::{HashMap, HashSet};
+    use std::path::Path;
     use std::sync::Arc;
 
     use async_trait::async_trait;
@@ -41,7 +42,8 @@ mod debug {
     use uuid::Uuid;
 
     use crate::engine::{
-        self, Clearance, Contents, CopyProgress, Engine, Files, Method, Object, PoolFacts, Record, Revisions,
+        self, Clearance, Contents, CopyProgress, Engine, Files, Method, Object, PartFile, PoolFacts, Record,
+        Revisions,
     };
     use crate::hypervisor::{
         self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, NodeFacts, PausedVm, Presence,
@@ -93,6 +95,51 @@ mod debug {
             copying: &CopyProgress,
         ) -> engine::Result<()> {
             engine_effect("fill", || self.0.create_from(cleared, from, bytes, method, record, copying))
+        }
+
+        fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> engine::Result<PartFile> {
+            engine_effect("open_part", || self.0.open_part(cleared, keep, bytes))
+        }
+
+        fn complete_part(
+            &self,
+            cleared: &Clearance,
+            part: PartFile,
+            bytes: u64,
+            record: &Record,
+        ) -> engine::Result<()> {
+            engine_effect("complete_part", || self.0.complete_part(cleared, part, bytes, record))
+        }
+
+        fn adopt_file(
+            &self,
+            cleared: &Clearance,
+            path: &Path,
+            inode: u64,
+            record: &Record,
+        ) -> engine::Result<()> {
+            engine_effect("adopt_file", || self.0.adopt_file(cleared, path, inode, record))
+        }
+
+        fn create_from_image(
+            &self,
+            cleared: &Clearance,
+            image: &Path,
+            inode: u64,
+            bytes: u64,
+            record: &Record,
+            progress: &CopyProgress,
+        ) -> engine::Result<()> {
+            let create = || self.0.create_from_image(cleared, image, inode, bytes, record, progress);
+            engine_effect("convert", create)
+        }
+
+        fn check_release(&self, object: &Object, path: &Path) -> engine::Result<u64> {
+            self.0.check_release(object, path)
+        }
+
+        fn release_file(&self, cleared: &Clearance, path: &Path, inode: u64) -> engine::Result<()> {
+            engine_effect("release_file", || self.0.release_file(cleared, path, inode))
         }
 
         fn write_record(&self, record: &Record) -> engine::Result<()> {

@@ -35,6 +35,10 @@ enum Operation {
     Limit,
     AddPool,
     RemovePool,
+    Import,
+    Adopt,
+    AdoptImage,
+    Release,
 }
 
 use Operation::*;
@@ -47,6 +51,10 @@ struct Round {
     attachment: AttachmentId,
     pool: PoolName,
     dir: PathBuf,
+    /// A raw file in the pool's directory.
+    raw: PathBuf,
+    /// An image elsewhere.
+    image: PathBuf,
     node: Uuid,
 }
 
@@ -59,6 +67,8 @@ impl Round {
             attachment: attachment(&format!("a{number}")),
             pool: PoolName::new(format!("more{number}")).unwrap(),
             dir: site.path(&format!("more{number}")),
+            raw: site.path(&format!("pool/raw{number}.img")),
+            image: site.path(&format!("files/image{number}.qcow2")),
             node,
         }
     }
@@ -84,6 +94,18 @@ impl Round {
         let client = &server.client;
         match operation {
             Create => return,
+            Adopt => {
+                write_raw(&self.raw);
+                return;
+            }
+            AdoptImage => {
+                let raw = self.image.with_extension("raw");
+                write_raw(&raw);
+                let mut convert = std::process::Command::new("qemu-img");
+                convert.args(["convert", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&self.image);
+                assert!(convert.status().unwrap().success());
+                return;
+            }
             AddPool | RemovePool => {
                 fs::create_dir_all(&self.dir).unwrap();
                 if operation == RemovePool {
@@ -119,6 +141,17 @@ impl Round {
             Restore => client.put_volume(&self.other, &restored(&self.snapshot, MIB), SOON).await.map(drop),
             Elsewhere => client.put_volume(&self.other, &self.elsewhere(), SOON).await.map(drop),
             Limit => client.put_qos(&self.volume, &limit()).await.map(drop),
+            Import => self.import(client).await,
+            Adopt => client.adopt(&self.volume, &adoption(&self.raw), SOON).await.map(drop),
+            AdoptImage => client.adopt(&self.volume, &adoption(&self.image), SOON).await.map(drop),
+            Release => {
+                let to = infra_api::Release { path: Some(text(&self.raw).to_owned()) };
+                match client.release(&self.volume, &to).await {
+                    // It was released before the crash.
+                    Err(error) if error.code() == Some(ProblemCode::NotFound) => Ok(()),
+                    result => result.map(drop),
+                }
+            }
             AddPool => client.put_pool(&self.pool, &self.more()).await.map(drop),
             RemovePool => client.delete_pool(&self.pool).await,
         }
@@ -133,8 +166,8 @@ impl Round {
         let mut ids: Vec<&VolumeId> = volumes.iter().map(|volume| &volume.id).collect();
         ids.sort();
         let expected = match operation {
-            Delete | AddPool | RemovePool => vec![],
-            Restore | Elsewhere => vec![&self.volume, &self.other],
+            Delete | AddPool | RemovePool | Release => vec![],
+            Restore | Elsewhere | Import => vec![&self.volume, &self.other],
             _ => vec![&self.volume],
         };
         assert_eq!(ids, expected);
@@ -146,7 +179,18 @@ impl Round {
         assert_eq!(attachments.len(), usize::from(attached));
         assert_eq!(site.devices().len(), usize::from(attached));
         assert!(volumes.iter().all(|volume| volume.attached_to.len() == usize::from(attached)));
-        assert_eq!(client.health().await.unwrap().unknown_files, 0);
+        let given_away = operation == Release;
+        // The last scan may be older.
+        until("only a released file belongs to no volume", async || {
+            client.list_pools().await.unwrap();
+            client.health().await.unwrap().unknown_files == u64::from(given_away)
+        })
+        .await;
+        if given_away {
+            assert_eq!(&fs::read(&self.raw).unwrap()[4096..4096 + BYTES.len()], BYTES);
+            assert_eq!(read_record(&self.raw), None);
+        }
+        assert!(operation != Adopt || !self.raw.exists());
         assert_eq!(client.list_pools().await.unwrap().len(), if operation == AddPool { 3 } else { 2 });
         let limits = if operation == Limit { limit() } else { Qos::default() };
         let size = if operation == Grow { 2 * MIB } else { MIB };
@@ -164,6 +208,17 @@ impl Round {
             assert_eq!(fs::symlink_metadata(&link).is_ok(), attached);
         }
         self.recoverable(&volumes, &attachments, site);
+    }
+
+    /// Imports a volume from the other, from where an earlier attempt ended.
+    async fn import(&self, client: &infra_api::Client) -> Result<(), ClientError> {
+        use futures::TryStreamExt;
+        let source = infra_api::VolumeSource::Volume(self.volume.clone());
+        let stream: Vec<u8> = client.export(&source, None).await?.try_concat().await?;
+        if client.put_import(&self.other, &near()).await?.complete {
+            return Ok(());
+        }
+        client.send_import(&self.other, false, futures::stream::iter([Ok(stream)])).await.map(drop)
     }
 
     /// Checks that the on-disk records in the pools equal the catalog.
@@ -190,6 +245,7 @@ impl Round {
         client.delete_volume(&self.other).await.unwrap();
         client.delete_snapshot(&self.snapshot).await.unwrap();
         client.delete_volume(&self.volume).await.unwrap();
+        let _ = fs::remove_file(&self.raw);
         client.delete_pool(&self.pool).await.unwrap();
         assert!(client.list_volumes(None, None).await.unwrap().items.is_empty());
         assert!(site.devices().is_empty());
@@ -207,6 +263,24 @@ fn near() -> VolumeSpec {
     let mut spec = size(MIB);
     spec.placement.pool = Some(pool());
     spec
+}
+
+fn write_raw(path: &std::path::Path) {
+    use std::os::unix::fs::FileExt;
+    let file = fs::File::create(path).unwrap();
+    file.set_len(MIB).unwrap();
+    file.write_all_at(BYTES, 4096).unwrap();
+}
+
+fn adoption(path: &std::path::Path) -> infra_api::Adoption {
+    let path = text(path).to_owned();
+    infra_api::Adoption {
+        path,
+        pool: Some(pool()),
+        qos: Qos::default(),
+        shareable: false,
+        owner: Default::default(),
+    }
 }
 
 fn limit() -> Qos {
@@ -240,6 +314,8 @@ async fn retry_until_done(round: &Round, operation: Operation, server: &Server) 
 async fn site() -> (Site, Uuid) {
     let mut site = Site::reflink();
     site.mount("far", &["mkfs.ext4", "-q", "-F"]);
+    fs::create_dir(site.path("files")).unwrap();
+    site.flags = vec!["--file-dir".to_owned(), text(&site.path("files")).to_owned()];
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let far = PoolSpec { path: text(&site.path("far")).to_owned(), ..site.pool_spec() };
@@ -303,6 +379,11 @@ async fn attach_and_detach_are_consistent_after_a_crash_at_every_step() {
 #[tokio::test]
 async fn copies_are_complete_or_absent_after_a_crash_at_every_step() {
     crash_at_every_step(&[Snapshot, Restore, Elsewhere, DeleteSnapshot]).await;
+}
+
+#[tokio::test]
+async fn imports_adoptions_and_releases_are_complete_or_absent_after_a_crash_at_every_step() {
+    crash_at_every_step(&[Import, Adopt, AdoptImage, Release]).await;
 }
 
 #[tokio::test]

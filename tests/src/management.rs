@@ -93,6 +93,41 @@ impl Scenario {
         Ok(name)
     }
 
+    /// Creates a PersistentVolume for a volume that exists in the storage infra, and its claim in the guest's namespace of the
+    /// management cluster, as the platform team would. The guest owns both. The cleanup deletes them and the volume.
+    pub async fn claim_of_volume(&self, volume: &Volume, mode: &str) -> Result<String> {
+        let name = self.new_management_claim();
+        let labels = json!({names::LABEL_CLUSTER_ID: self.cluster_id});
+        let storage = volume.capacity_bytes.to_string();
+        let pv = json!({
+            "metadata": {
+                "name": name, "labels": labels,
+                "annotations": {"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER},
+            },
+            "spec": {
+                "capacity": {"storage": storage}, "accessModes": ["ReadWriteOnce"], "volumeMode": mode,
+                "persistentVolumeReclaimPolicy": "Delete", "storageClassName": "",
+                "claimRef": {"namespace": self.namespace, "name": name},
+                "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": volume.id},
+            },
+        });
+        let claim = json!({
+            "metadata": {"name": name, "labels": labels},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "volumeMode": mode, "storageClassName": "", "volumeName": name,
+                "resources": {"requests": {"storage": storage}},
+            },
+        });
+        self.volumes().create(&PostParams::default(), &serde_json::from_value(pv)?).await?;
+        self.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
+        eventually(&format!("management claim {name} bound"), PATIENCE, || async {
+            let status = self.claims().get(&name).await?.status.unwrap_or_default();
+            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
+        })
+        .await?;
+        Ok(name)
+    }
+
     /// Sets, or removes by null, labels of a management claim and of its PersistentVolume, as the platform team does to share
     /// the volume.
     pub async fn label_volume(&self, claim: &str, labels: &Value) -> Result<()> {

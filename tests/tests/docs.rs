@@ -7,10 +7,11 @@ use tests::docs::{Block, Directive, Page, Terminal, pages};
 use tests::run;
 
 /// The pages whose commands are run.
-const RUN: [&str; 12] = [
+const RUN: [&str; 13] = [
     "docs/tutorial.md",
     "docs/guides/budgets.md",
     "docs/guides/expansion.md",
+    "docs/guides/export-and-adopt.md",
     "docs/guides/guest-deletion.md",
     "docs/guides/quality-of-service.md",
     "docs/guides/reclaim-policy.md",
@@ -100,6 +101,11 @@ async fn the_guide_to_budgets_works() -> Result<()> {
 #[tokio::test]
 async fn the_guide_to_expansion_works() -> Result<()> {
     works("docs/guides/expansion.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_exports_and_adoptions_works() -> Result<()> {
+    works("docs/guides/export-and-adopt.md").await
 }
 
 #[tokio::test]

@@ -26,6 +26,7 @@ mod docs;
 mod dynamic;
 mod etcd_restore;
 mod expand;
+mod export;
 mod fairness;
 mod formatting;
 mod guest_deletion;

@@ -16,6 +16,7 @@ mod ids;
 mod model;
 mod problem;
 mod role;
+pub mod stream;
 
 pub use account::{Account, InvalidAccount};
 pub use bounds::{
@@ -27,6 +28,7 @@ pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
 pub use role::{Role, RoleClaim, account_organization};
+pub use stream::Checksum;
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";

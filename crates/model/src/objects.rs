@@ -21,7 +21,7 @@ use mgmt_csi::infra::{
 };
 use mgmt_csi::volume_attachment::failure::Failure;
 use serde_json::{Value, json};
-use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
+use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, Origin, VolumeRow};
 use storage_infra::service::admission::{Admission, AttachRequest, Facts, admit};
 use uuid::Uuid;
 use vm_operator_shim::plan::{needs_fresh_read, plan};
@@ -433,6 +433,7 @@ fn volume() -> VolumeRow {
         format_token: "00000000-0000-0000-0000-000000000001".parse().expect("a UUID"),
         written: true,
         owner: Owner::default(),
+        origin: Origin::Created,
     }
 }
 
@@ -453,6 +454,7 @@ pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -
         volume: Some(volume()),
         node: Some(NodeRow { uuid: node(at), spec: node_spec(at) }),
         copies: Vec::new(),
+        hold: None,
         other_nodes: others.iter().map(|row| NodeRef { uuid: row.node, name: String::new() }).collect(),
         others,
     };

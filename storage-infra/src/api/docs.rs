@@ -8,7 +8,7 @@ use serde_json::Value;
 use utoipa::OpenApi;
 
 use super::documentation::{ClientCertificates, Errors, Integers, RequestIds};
-use super::{budgets, events, handlers};
+use super::{budgets, events, handlers, transfers};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -34,6 +34,13 @@ use super::{budgets, events, handlers};
         handlers::expand_volume,
         handlers::put_qos,
         handlers::put_owner,
+        transfers::put_import,
+        transfers::get_import,
+        transfers::import_volume,
+        transfers::export_volume,
+        transfers::export_snapshot,
+        transfers::adopt_volume,
+        transfers::release_volume,
         budgets::put_budget,
         budgets::list_budgets,
         budgets::get_budget,

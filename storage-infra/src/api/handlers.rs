@@ -22,7 +22,10 @@ pub(super) fn created_or_ok<T: serde::Serialize>((value, created): (T, bool)) ->
 }
 
 /// Like [`created_or_ok`], for operations that may outlast the request: 202 while the object is being created.
-fn created_or_accepted<T: serde::Serialize>(state: VolumeState, (value, created): (T, bool)) -> Response {
+pub(super) fn created_or_accepted<T: serde::Serialize>(
+    state: VolumeState,
+    (value, created): (T, bool),
+) -> Response {
     match state {
         VolumeState::Creating => (StatusCode::ACCEPTED, Json(value)).into_response(),
         VolumeState::Ready | VolumeState::Deleting => created_or_ok((value, created)),

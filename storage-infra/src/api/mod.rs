@@ -12,6 +12,7 @@ mod handlers;
 mod objects;
 mod ops;
 mod roles;
+mod transfers;
 mod view;
 
 use std::time::{Duration, Instant};
@@ -55,6 +56,11 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
         .route("/v1/volumes/{id}/size", put(handlers::expand_volume))
         .route("/v1/volumes/{id}/qos", put(handlers::put_qos))
         .route("/v1/volumes/{id}/owner", put(handlers::put_owner))
+        .route("/v1/volumes/{id}/import", put(transfers::put_import).get(transfers::get_import))
+        .route("/v1/volumes/{id}/data", put(transfers::import_volume).get(transfers::export_volume))
+        .route("/v1/volumes/{id}/adoption", put(transfers::adopt_volume))
+        .route("/v1/volumes/{id}/release", put(transfers::release_volume))
+        .route("/v1/snapshots/{id}/data", get(transfers::export_snapshot))
         .route("/v1/budgets", get(budgets::list_budgets))
         .route(
             "/v1/budgets/{account}",

@@ -19,6 +19,13 @@ pub(super) enum Operation {
     ExpandVolume,
     PutQos,
     PutOwner,
+    PutImport,
+    GetImport,
+    ImportVolume,
+    ExportVolume,
+    ExportSnapshot,
+    AdoptVolume,
+    ReleaseVolume,
     ListBudgets,
     GetBudget,
     PutBudget,
@@ -46,7 +53,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 34] = [
+const ROUTES: [(&str, &str, Operation); 41] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -58,6 +65,12 @@ const ROUTES: [(&str, &str, Operation); 34] = [
     ("PUT", "/v1/volumes/{id}/size", ExpandVolume),
     ("PUT", "/v1/volumes/{id}/qos", PutQos),
     ("PUT", "/v1/volumes/{id}/owner", PutOwner),
+    ("PUT", "/v1/volumes/{id}/import", PutImport),
+    ("GET", "/v1/volumes/{id}/import", GetImport),
+    ("PUT", "/v1/volumes/{id}/data", ImportVolume),
+    ("GET", "/v1/volumes/{id}/data", ExportVolume),
+    ("PUT", "/v1/volumes/{id}/adoption", AdoptVolume),
+    ("PUT", "/v1/volumes/{id}/release", ReleaseVolume),
     ("GET", "/v1/budgets", ListBudgets),
     ("GET", "/v1/budgets/{account}", GetBudget),
     ("PUT", "/v1/budgets/{account}", PutBudget),
@@ -66,6 +79,7 @@ const ROUTES: [(&str, &str, Operation); 34] = [
     ("GET", "/v1/snapshots/{id}", GetSnapshot),
     ("PUT", "/v1/snapshots/{id}", PutSnapshot),
     ("DELETE", "/v1/snapshots/{id}", DeleteSnapshot),
+    ("GET", "/v1/snapshots/{id}/data", ExportSnapshot),
     ("GET", "/v1/nodes", ListNodes),
     ("GET", "/v1/nodes/{uuid}", GetNode),
     ("PUT", "/v1/nodes/{uuid}", PutNode),
@@ -102,6 +116,8 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | DeleteSavedState | DeleteHost => &[Role::Operator],
+        PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | AdoptVolume
+        | ReleaseVolume => &[Role::Operator],
     };
     roles.contains(&role)
 }

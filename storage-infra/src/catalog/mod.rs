@@ -15,6 +15,7 @@ mod records;
 mod revisions;
 mod schema;
 mod snapshots;
+mod transfers;
 mod volumes;
 
 use std::fs::{File, TryLockError};
@@ -28,7 +29,8 @@ pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
 pub use snapshots::SnapshotRow;
-pub use volumes::{Reservation, VolumeRow};
+pub use transfers::{AdoptionMethod, AdoptionRow, Hold, ImportRow, ReleaseRow};
+pub use volumes::{Origin, Reservation, VolumeRow};
 
 use group_commit::Threads;
 
@@ -306,6 +308,7 @@ mod tests {
             format_token: FormatToken::random(),
             written: false,
             owner: Owner::default(),
+            origin: Origin::Created,
         }
     }
 

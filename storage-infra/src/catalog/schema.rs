@@ -4,6 +4,7 @@ use rusqlite::Connection;
 
 use super::CatalogError;
 use super::budgets::ACCOUNTS;
+use super::transfers::TRANSFERS;
 
 /// Each entry migrates the schema from its index to the next version. The SQL of released entries is never changed.
 const MIGRATIONS: &[&str] = &[
@@ -17,6 +18,7 @@ const MIGRATIONS: &[&str] = &[
     FULL_POOLS,
     REVISIONS,
     ACCOUNTS,
+    TRANSFERS,
 ];
 
 const FIRST: &str = "
@@ -422,7 +424,8 @@ mod tests {
         let of_node = format!("attachments WHERE {}", attachments::filter(true, false));
         let of_both = format!("attachments WHERE {}", attachments::filter(true, true));
         let queries = [
-            ("INDEX unfinished_volumes", format!("volumes WHERE {} ORDER BY id", volumes::UNFINISHED)),
+            ("INDEX unfinished_volumes", format!("volumes WHERE {} ORDER BY id", volumes::RESUMABLE)),
+            ("INDEX exports_by_volume", "exports WHERE volume = ?1".to_owned()),
             ("INDEX unfinished_snapshots", format!("snapshots WHERE {} ORDER BY id", snapshots::UNFINISHED)),
             ("INDEX copied_volumes", format!("volumes WHERE {} AND spec ->> '$.a' = ?1", volumes::COPIED)),
             ("INDEX snapshots_by_volume", format!("snapshots WHERE {} AND volume = ?1", volumes::COPIED)),

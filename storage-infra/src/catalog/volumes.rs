@@ -1,11 +1,36 @@
 //! Table of volumes.
 
+use std::fmt;
+
 use infra_api::{Account, FormatToken, Owner, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
+use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 use crate::engine::Object;
+
+/// Where the content of a volume came from. It decides how an interrupted creation is completed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Origin {
+    /// Empty, or copied from a snapshot or volume.
+    Created,
+    /// From a stream that a client sends.
+    Imported,
+    /// From a file on the server.
+    Adopted,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Created => "created",
+            Self::Imported => "imported",
+            Self::Adopted => "adopted",
+        })
+    }
+}
 
 /// A volume in the catalog.
 #[derive(Debug, Clone)]
@@ -41,6 +66,8 @@ pub struct VolumeRow {
     pub written: bool,
     /// Whom it counts for.
     pub owner: Owner,
+    /// Where its content came from.
+    pub origin: Origin,
 }
 
 impl VolumeRow {
@@ -64,10 +91,11 @@ pub struct Reservation {
 }
 
 const COLUMNS: &str = "id, pool, capacity, grow_to, disk_uuid, state, spec, created_at, family, copying, qos, qos_due, \
-     format_token, written, account, class";
+     format_token, written, account, class, origin";
 
-/// Condition of volumes with an unfinished operation.
-pub(super) const UNFINISHED: &str = "state <> 'ready' OR grow_to IS NOT NULL OR qos_due";
+/// Condition of volumes with an unfinished operation that the server can complete: all but imports that wait for their client.
+pub(super) const RESUMABLE: &str = "(state <> 'ready' OR grow_to IS NOT NULL OR qos_due) AND NOT (state = 'creating' \
+     AND origin = 'imported' AND id NOT IN (SELECT volume FROM imports WHERE verified))";
 /// Condition of objects that are being copied block by block.
 pub(super) const COPIED: &str = "copying AND state = 'creating'";
 /// Condition of the volumes of an anti-affinity group.
@@ -82,7 +110,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
     let (family, copying, qos, qos_due): (String, bool, String, bool) =
         (row.get(8)?, row.get(9)?, row.get(10)?, row.get(11)?);
     let (format_token, written): (String, bool) = (row.get(12)?, row.get(13)?);
-    let (account, class): (String, String) = (row.get(14)?, row.get(15)?);
+    let (account, class, origin): (String, String, String) = (row.get(14)?, row.get(15)?, row.get(16)?);
     Ok((|| {
         Ok(VolumeRow {
             id: parse("volumes.id", &id)?,
@@ -100,6 +128,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
             format_token: parse("volumes.format_token", &format_token)?,
             written,
             owner: Owner { account: parse("volumes.account", &account)?, class },
+            origin: from_word("volumes.origin", &origin)?,
         })
     })())
 }
@@ -129,7 +158,7 @@ impl Tx<'_> {
     /// Reads the volumes with an unfinished operation.
     pub fn unfinished_volumes(&self) -> Result<Vec<VolumeRow>> {
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE {UNFINISHED} ORDER BY id"))?
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE {RESUMABLE} ORDER BY id"))?
             .query_map([], read)?
             .map(|row| row?)
             .collect()
@@ -185,7 +214,7 @@ impl Tx<'_> {
         self.0
             .prepare_cached(&format!(
                 "INSERT INTO volumes ({COLUMNS}, record_due) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, 0)"
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, 0)"
             ))?
             .execute(params![
                 volume.id.as_str(),
@@ -204,6 +233,7 @@ impl Tx<'_> {
                 volume.written,
                 volume.owner.account.as_str(),
                 volume.owner.class,
+                volume.origin.to_string(),
             ])?;
         Ok(())
     }

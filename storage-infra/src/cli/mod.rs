@@ -95,6 +95,10 @@ struct ServeArgs {
     /// Zone of a hypervisor, repeatable: nodes on it have this zone unless they are registered with another one.
     #[arg(long = "hypervisor-zone", value_name = "NAME=ZONE", value_parser = hypervisor_zone)]
     hypervisor_zones: Vec<(String, String)>,
+    /// Directory whose files may be adopted as volumes, and to which volumes may be released, besides the directories of the
+    /// pools. Repeatable.
+    #[arg(long = "file-dir", value_name = "DIR")]
+    file_dirs: Vec<PathBuf>,
     #[command(flatten)]
     backups: BackupFlags,
     #[command(flatten)]
@@ -186,6 +190,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 without_role: args.clients_without_role,
                 hypervisors: args.hypervisors,
                 zones: args.hypervisor_zones,
+                file_dirs: args.file_dirs,
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
                 metrics_auth: args.metrics_auth,

@@ -7,21 +7,22 @@
 //! filesystem; the engine creates and removes nothing if the marker is missing or wrong. Records are extended
 //! attributes of the volume's, snapshot's or marker file.
 
+mod exchange;
 mod lock;
 mod ops;
+mod part;
 mod record_xattr;
 mod scan;
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use infra_api::VolumeId;
 use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
-use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::audit;
@@ -29,12 +30,14 @@ use crate::hypervisor::DiskSource;
 
 use super::clearance::{Clearance, Files};
 use super::{
-    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PoolFacts, Record, Result,
-    Revisions, image_lock,
+    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
+    Record, Result, Revisions, image_lock,
 };
 
-use ops::{copy_sparse, exists, extend, io_error, next_data, unlink};
+use ops::{copy_sparse, exists, extend, unlink};
+pub(in crate::engine) use ops::{io_error, next_data};
 
+pub(in crate::engine) use record_xattr::has_record;
 pub use scan::{FoundFile, PoolScan, scan_pool};
 
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
@@ -131,18 +134,6 @@ impl FileEngine {
         }
     }
 
-    /// Sets the size and record of an incomplete file and renames it once all of it is durable.
-    fn complete(&self, part: &File, object: &Object, bytes: u64, record: &Record) -> Result<()> {
-        let (from, to) = (self.part(object), self.file(object));
-        part.set_len(bytes).map_err(io_error("set the size of", &from))?;
-        record_xattr::write(part, &from, record)?;
-        part.sync_all().map_err(io_error("sync", &from))?;
-        let rename = || fs::rename(&from, &to);
-        fail_point::around(|| Some("engine.file.name".into()), rename)
-            .map_err(io_error("rename a file to", &to))?;
-        self.sync_dir()
-    }
-
     /// Fails if an object's file belongs to another object: the catalog is older than the pool, or someone put the file
     /// there.
     fn refuse_another(&self, object: &Object, identity: Uuid) -> Result<()> {
@@ -179,40 +170,12 @@ impl FileEngine {
         Ok(None)
     }
 
-    /// Creates an empty temporary file for an incomplete object; removes the previous one.
-    fn create_part(&self, cleared: &Clearance) -> Result<File> {
-        let part = self.part(cleared.object());
-        if !cleared.was_empty() {
-            self.refuse_open(cleared.object())?;
-            if unlink(&part)? {
-                audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
-            }
-        }
-        let mut options = OpenOptions::new();
-        options.write(true).create_new(true).mode(0o600);
-        options.open(&part).map_err(io_error("create", &part))
-    }
-
-    /// Tests reflink support with a real clone, since no filesystem reports it in advance. Caches only a definite
-    /// result.
+    /// Whether the filesystem supports reflinks. Caches only a definite result.
     fn can_reflink(&self) -> bool {
         if let Some(known) = self.reflink.get() {
             return *known;
         }
-        let attempt = || -> io::Result<()> {
-            let mut from = tempfile::tempfile_in(&self.dir)?;
-            from.write_all(&[1; 4096])?;
-            let to = tempfile::tempfile_in(&self.dir)?;
-            Ok(ioctl_ficlone(&to, &from)?)
-        };
-        let can = match attempt() {
-            Ok(()) => true,
-            Err(error) => match Errno::from_io_error(&error) {
-                Some(Errno::OPNOTSUPP | Errno::NOTTY | Errno::INVAL | Errno::NOSYS) => false,
-                _ => return false,
-            },
-        };
-        *self.reflink.get_or_init(|| can)
+        ops::can_reflink(&self.dir).is_some_and(|can| *self.reflink.get_or_init(|| can))
     }
 }
 
@@ -399,6 +362,39 @@ impl Engine for FileEngine {
         self.refuse_open(object)?;
         extend(&self.file(object), bytes)?;
         self.write_record(record)
+    }
+
+    fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile> {
+        self.reopen_part(cleared, keep, bytes)
+    }
+
+    fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
+        self.check()?;
+        self.complete(&part.file, cleared.object(), bytes, record)
+    }
+
+    fn adopt_file(&self, cleared: &Clearance, path: &Path, inode: u64, record: &Record) -> Result<()> {
+        self.adopt(cleared, path, inode, record)
+    }
+
+    fn create_from_image(
+        &self,
+        cleared: &Clearance,
+        image: &Path,
+        inode: u64,
+        bytes: u64,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()> {
+        self.convert(cleared, image, inode, bytes, record, progress)
+    }
+
+    fn check_release(&self, object: &Object, path: &Path) -> Result<u64> {
+        self.releasable(object, path)
+    }
+
+    fn release_file(&self, cleared: &Clearance, path: &Path, inode: u64) -> Result<()> {
+        self.move_out(cleared, path, inode)
     }
 
     fn revisions(&self) -> Result<Revisions> {

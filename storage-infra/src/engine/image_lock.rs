@@ -28,6 +28,8 @@ pub enum Holder {
     Locked(Vec<Process>),
     /// A loop device of this host is backed by the image.
     Loop(PathBuf),
+    /// Processes have the file open without a lock.
+    Open(Vec<Process>),
 }
 
 /// A process that has an image open.
@@ -46,13 +48,27 @@ impl fmt::Display for Holder {
                 write!(f, "a process that is not visible on this host (it holds the image lock)")
             }
             Self::Locked(processes) => {
-                let names: Vec<String> =
-                    processes.iter().map(|one| format!("process {} ({})", one.pid, one.name)).collect();
-                write!(f, "{} (it holds the image lock)", names.join(", "))
+                write!(f, "{} (it holds the image lock)", names(processes))
             }
+            Self::Open(processes) => f.write_str(&names(processes)),
             Self::Loop(device) => write!(f, "the loop device {}", device.display()),
         }
     }
+}
+
+fn names(processes: &[Process]) -> String {
+    let names = processes.iter().map(|one| format!("process {} ({})", one.pid, one.name));
+    names.collect::<Vec<_>>().join(", ")
+}
+
+/// Like [`holder`], for a file that is not this server's: also a process that has it open without a lock, as far as it is
+/// visible here.
+pub fn user(path: &Path) -> io::Result<Option<Holder>> {
+    if let Some(holder) = holder(path)? {
+        return Ok(Some(holder));
+    }
+    let processes = openers(&fs::metadata(path)?);
+    Ok((!processes.is_empty()).then_some(Holder::Open(processes)))
 }
 
 /// The holder of the image at this path; `None` if the file is not open or does not exist.

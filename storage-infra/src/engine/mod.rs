@@ -1,16 +1,20 @@
 //! Storage engines: how a pool stores its volumes. One engine object per pool. All calls block; run them on blocking
 //! threads.
 
+pub mod adopt;
 pub mod clearance;
 pub mod file;
 pub mod image_lock;
+pub mod qcow2;
 pub mod record;
+pub mod transfer;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use infra_api::{SnapshotId, VolumeId};
@@ -21,6 +25,7 @@ use crate::hypervisor::DiskSource;
 pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
 pub use record::Record;
+pub use transfer::{PartFile, SourceFile};
 
 /// An object that a pool stores: a volume or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -91,6 +96,12 @@ pub enum EngineError {
     /// A foreign file or directory is in the way. Nothing was changed.
     #[error("{0}")]
     Foreign(String),
+    /// A file cannot become a volume, or a path cannot take one. Nothing was changed.
+    #[error("{0}")]
+    Unsuitable(String),
+    /// An image could not be converted.
+    #[error("{0}")]
+    Conversion(String),
     /// The pool's filesystem is full.
     #[error("the pool has no space left: {0}")]
     NoSpace(String),
@@ -233,6 +244,36 @@ pub trait Engine: Send + Sync {
         record: &Record,
         progress: &CopyProgress,
     ) -> Result<()>;
+
+    /// Opens the incomplete file of an object of `bytes` bytes for writing, and removes everything from byte `keep` on.
+    /// Creates it if `keep` is 0; otherwise fails with [`EngineError::Missing`] if it is shorter. The intent to create the object must
+    /// be in the catalog.
+    fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile>;
+
+    /// Sets the size and the record of an incomplete file and gives it its final name once it is durable.
+    fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()>;
+
+    /// Makes the file at this path, with this inode number, the file of a volume, with its record. Succeeds if that was
+    /// done before. The intent must be in the catalog.
+    fn adopt_file(&self, cleared: &Clearance, path: &Path, inode: u64, record: &Record) -> Result<()>;
+
+    /// Creates an object of `bytes` bytes from a qcow2 image with this inode number, like [`Engine::create_from`].
+    fn create_from_image(
+        &self,
+        cleared: &Clearance,
+        image: &Path,
+        inode: u64,
+        bytes: u64,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()>;
+
+    /// Checks that the file of an object can be moved to a path. Returns the file's inode number.
+    fn check_release(&self, object: &Object, path: &Path) -> Result<u64>;
+
+    /// Moves the file of an object to a path, and removes its record. Succeeds if that was done before. The intent must be
+    /// in the catalog. Fails with [`EngineError::Missing`] if the file is at neither place.
+    fn release_file(&self, cleared: &Clearance, path: &Path, inode: u64) -> Result<()>;
 
     /// Catalog revisions recorded in a pool; see `crate::catalog`.
     fn revisions(&self) -> Result<Revisions>;

@@ -13,7 +13,7 @@ use infra_api::{
 use uuid::Uuid;
 
 use crate::catalog::integrity::RegisteredNode;
-use crate::catalog::{AttachmentRow, Blank, NodeRow, PoolRow, SnapshotRow, VolumeRow};
+use crate::catalog::{AttachmentRow, Blank, NodeRow, Origin, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
 use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord, owner_or_labelled};
@@ -281,6 +281,7 @@ fn volume(record: &VolumeRecord, file: &FoundFile, pool: &PoolName) -> VolumeRow
         format_token: record.format_token.unwrap_or_else(FormatToken::random),
         written: record.written,
         owner: owner_or_labelled(record.owner.as_ref(), &record.spec.labels),
+        origin: Origin::Created,
     }
 }
 

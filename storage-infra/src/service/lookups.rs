@@ -37,7 +37,7 @@ pub(super) fn ready_volume(tx: &Tx<'_>, id: &VolumeId) -> Result<VolumeRow> {
 pub(super) fn ready_volume_in(tx: &Tx<'_>, scope: &Scope, id: &VolumeId) -> Result<VolumeRow> {
     let row = volume_in(tx, scope, id)?;
     match row.state {
-        VolumeState::Ready => Ok(row),
+        VolumeState::Ready => refuse_held(tx, id, true).map(|()| row),
         VolumeState::Creating => {
             let detail = format!("the volume {id} is not ready yet; retry later");
             Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())
@@ -46,6 +46,18 @@ pub(super) fn ready_volume_in(tx: &Tx<'_>, scope: &Scope, id: &VolumeId) -> Resu
             let detail = format!("the volume {id} is being deleted");
             Err(Problem::new(ProblemCode::NotFound, detail).about(ObjectKind::Volume, id).into())
         }
+    }
+}
+
+/// Fails while another operation holds a volume against reading it, or against changing it.
+pub(super) fn refuse_held(tx: &Tx<'_>, id: &VolumeId, reads_only: bool) -> Result<()> {
+    match tx.hold(id)? {
+        Some(hold) if !(reads_only && hold.allows_reading()) => {
+            let detail = format!("the volume {id} {hold}");
+            let code = if reads_only { ProblemCode::Unavailable } else { ProblemCode::InUse };
+            Err(Problem::new(code, detail).about(ObjectKind::Volume, id).into())
+        }
+        _ => Ok(()),
     }
 }
 

@@ -21,6 +21,7 @@
 //! | `attachments` | attach, detach, fencing, unexpected disks |
 //! | `nodes` | registered nodes |
 //! | `volumes`, `snapshots` | create, change, delete |
+//! | `transfers` | exports and imports: streams of the content of volumes |
 //! | `repair` | recovery at start-up, repair of drift, pool monitor, paused VMs |
 //! | `health` | health of the server |
 
@@ -41,9 +42,11 @@ mod records;
 mod repair;
 mod snapshots;
 mod ticker;
+mod transfers;
 mod volumes;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use infra_api::Event;
@@ -71,6 +74,7 @@ pub use power::PowerStates;
 pub use problems::{Failure, Result};
 pub use repair::{PausedVms, PoolMonitor, Recovery, Repair};
 pub use snapshots::Snapshots;
+pub use transfers::Transfers;
 pub use volumes::{VolumeChanges, Volumes};
 
 /// The storage infra service: its components. Cheap to clone.
@@ -86,6 +90,7 @@ struct Components {
     volume_changes: Arc<VolumeChanges>,
     snapshots: Arc<Snapshots>,
     copies: Arc<Copies>,
+    transfers: Arc<Transfers>,
     nodes: Arc<Nodes>,
     power: Arc<PowerStates>,
     attachments: Arc<Attachments>,
@@ -99,12 +104,14 @@ struct Components {
 }
 
 impl Service {
-    /// Wires the components to an open catalog, and the hypervisors and their zones by name.
+    /// Wires the components to an open catalog, the hypervisors and their zones by name, and the directories besides those of
+    /// pools whose files may be adopted.
     pub fn new(
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         zones: BTreeMap<String, String>,
         metrics: Metrics,
+        file_dirs: Vec<PathBuf>,
     ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, zones));
         let engines = Arc::new(Engines::new(catalog.data_dir()));
@@ -129,6 +136,7 @@ impl Service {
             hypervisors.clone(),
             records.clone(),
             capacity.clone(),
+            file_dirs,
         ));
         let copies = Arc::new(Copies::new(engines.clone(), files.clone()));
         let disks = Arc::new(Disks::new(
@@ -183,6 +191,13 @@ impl Service {
         ));
         let snapshots =
             Arc::new(Snapshots::new(core.clone(), engines.clone(), capacity.clone(), files, copies.clone()));
+        let transfers = Arc::new(Transfers::new(
+            core.clone(),
+            engines.clone(),
+            volumes.clone(),
+            unexpected_disks.clone(),
+            copies.clone(),
+        ));
         let unfinished = Arc::new(Unfinished::new(
             core.clone(),
             volumes.clone(),
@@ -219,6 +234,7 @@ impl Service {
             volume_changes,
             snapshots,
             copies,
+            transfers,
             nodes,
             power,
             attachments,
@@ -242,9 +258,11 @@ impl Service {
         self.0.core.metrics()
     }
 
-    /// Cancels all copies and prevents new ones. The next start repeats them.
+    /// Cancels all copies and prevents new ones; the next start repeats them. Ends all exports and imports; clients
+    /// resume them.
     pub fn cancel_copies(&self) {
         self.0.copies.cancel_all();
+        self.0.transfers.end_exports();
     }
 
     /// Waits for running operations. No new ones may be started meanwhile.
@@ -285,6 +303,11 @@ impl Service {
     /// The snapshots.
     pub fn snapshots(&self) -> &Arc<Snapshots> {
         &self.0.snapshots
+    }
+
+    /// Exports and imports.
+    pub fn transfers(&self) -> &Arc<Transfers> {
+        &self.0.transfers
     }
 
     /// The registered nodes.

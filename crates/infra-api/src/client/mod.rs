@@ -8,6 +8,7 @@ pub(crate) mod events;
 mod long_running;
 mod operations;
 mod tls;
+mod transfers;
 
 use std::sync::Arc;
 use std::time::Duration;

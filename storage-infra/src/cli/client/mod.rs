@@ -5,7 +5,9 @@ mod budgets;
 mod hypervisors;
 mod nodes;
 mod pools;
+mod progress;
 mod snapshots;
+mod transfers;
 mod volumes;
 
 use std::path::PathBuf;

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Subcommand;
-use infra_api::{Account, Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId};
+use infra_api::{Account, Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeSource};
 use process_kit::duration;
 
 use super::ClientArgs;
+use super::transfers::{self, ExportArgs};
 use crate::cli::output;
 
 /// Snapshot commands.
@@ -40,6 +41,13 @@ pub(in crate::cli) enum SnapshotCommand {
         timeout: Duration,
         #[command(flatten)]
         client: ClientArgs,
+    },
+    /// Export a snapshot, also while its volume is attached: its data without holes, with checksums.
+    Export {
+        /// ID of the snapshot.
+        id: SnapshotId,
+        #[command(flatten)]
+        export: ExportArgs,
     },
     /// Delete a snapshot. Its volume, and volumes created from it, are not affected.
     Delete {
@@ -74,6 +82,7 @@ pub(super) async fn run(command: SnapshotCommand) -> anyhow::Result<()> {
             let spec = SnapshotSpec { volume, account: Account::default(), labels: Labels::new() };
             output::one(client.output, &client.connect()?.put_snapshot(&id, &spec, timeout).await?)
         }
+        SnapshotCommand::Export { id, export } => transfers::export(VolumeSource::Snapshot(id), export).await,
         SnapshotCommand::Delete { id, client } => {
             client.connect()?.delete_snapshot(&id).await?;
             output::done(client.output, &format!("snapshot {id} deleted"))

@@ -5,12 +5,13 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use infra_api::{
-    Labels, Owner, Placement, PoolName, Qos, SnapshotId, Volume, VolumeId, VolumeSize, VolumeSource,
-    VolumeSpec,
+    Account, Adoption, Labels, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId,
+    VolumeSize, VolumeSource, VolumeSpec,
 };
 use process_kit::duration;
 
-use super::{ClientArgs, label};
+use super::transfers::{self, ExportArgs, ImportArgs};
+use super::{ClientArgs, label, progress};
 use crate::cli::{output, size};
 
 /// Volume commands.
@@ -35,29 +36,14 @@ pub(in crate::cli) enum VolumeCommand {
         /// Size, such as 10Gi.
         #[arg(long, value_parser = size::parse)]
         size: u64,
-        /// Place it in this pool.
-        #[arg(long)]
-        pool: Option<PoolName>,
-        /// Place it in a pool with this label. Repeatable.
-        #[arg(long = "pool-label", value_name = "KEY=VALUE", value_parser = label)]
-        pool_labels: Vec<(String, String)>,
-        /// Place it in a pool that is reachable from this zone. Repeatable, in order of preference.
-        #[arg(long = "zone", value_name = "ZONE")]
-        zones: Vec<String>,
-        /// Do not place it in a pool that holds a volume of the same anti-affinity group.
-        #[arg(long, value_name = "GROUP")]
-        anti_affinity: Option<String>,
         /// Create it from this snapshot.
         #[arg(long, value_name = "SNAPSHOT", conflicts_with = "from_volume")]
         from_snapshot: Option<SnapshotId>,
         /// Create it as a clone of this volume.
         #[arg(long, value_name = "VOLUME")]
         from_volume: Option<VolumeId>,
-        /// Allow several nodes to write to the volume at the same time. Only cluster-aware software survives that.
-        #[arg(long)]
-        shareable: bool,
         #[command(flatten)]
-        qos: QosArgs,
+        volume: NewVolumeArgs,
         /// How long to wait for completion. Copying data (pools without reflinks) takes long.
         #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse_timeout)]
         timeout: Duration,
@@ -82,6 +68,50 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Export a volume that is not attached for writing: its data without holes, with checksums.
+    Export {
+        /// ID of the volume.
+        id: VolumeId,
+        #[command(flatten)]
+        export: ExportArgs,
+    },
+    /// Create a volume from an export.
+    Import(Box<ImportArgs>),
+    /// Make a file of the server's host a volume: raw, or a qcow2 image without a backing file. A raw file on the filesystem
+    /// of the pool is renamed; any other is copied or converted, and stays.
+    Adopt {
+        /// ID of the new volume.
+        id: VolumeId,
+        /// Absolute path of the file on the server's host.
+        #[arg(long, value_name = "PATH")]
+        file: String,
+        /// Place it in this pool. [default: the pool of the file, or one on its filesystem]
+        #[arg(long)]
+        pool: Option<PoolName>,
+        /// Allow several nodes to write to the volume at the same time. Only cluster-aware software survives that.
+        #[arg(long)]
+        shareable: bool,
+        #[command(flatten)]
+        owner: OwnerArgs,
+        #[command(flatten)]
+        qos: QosArgs,
+        /// How long to wait for completion. Copying and converting take long.
+        #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration::parse_timeout)]
+        timeout: Duration,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Make a volume a raw file of the server's host again, and forget the volume. It must be detached and have no
+    /// snapshots.
+    Release {
+        /// ID of the volume.
+        id: VolumeId,
+        /// Absolute path on the filesystem of the volume's pool. [default: ID.img in the directory of the pool]
+        #[arg(long, value_name = "PATH")]
+        to: Option<String>,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Set the QoS limits of a volume, online if it is attached.
     Qos {
         /// ID of the volume.
@@ -91,6 +121,69 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Placement, limits and owner of a new volume.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct NewVolumeArgs {
+    /// Place it in this pool.
+    #[arg(long)]
+    pool: Option<PoolName>,
+    /// Place it in a pool with this label. Repeatable.
+    #[arg(long = "pool-label", value_name = "KEY=VALUE", value_parser = label)]
+    pool_labels: Vec<(String, String)>,
+    /// Place it in a pool that is reachable from this zone. Repeatable, in order of preference.
+    #[arg(long = "zone", value_name = "ZONE")]
+    zones: Vec<String>,
+    /// Do not place it in a pool that holds a volume of the same anti-affinity group.
+    #[arg(long, value_name = "GROUP")]
+    anti_affinity: Option<String>,
+    /// Allow several nodes to write to the volume at the same time. Only cluster-aware software survives that.
+    #[arg(long)]
+    shareable: bool,
+    #[command(flatten)]
+    owner: OwnerArgs,
+    #[command(flatten)]
+    qos: QosArgs,
+}
+
+impl NewVolumeArgs {
+    /// The spec of a volume of this size.
+    pub(super) fn spec(self, bytes: u64) -> VolumeSpec {
+        let placement = Placement {
+            pool: self.pool,
+            pool_labels: self.pool_labels.into_iter().collect(),
+            anti_affinity_id: self.anti_affinity,
+            zones: self.zones,
+        };
+        VolumeSpec {
+            capacity_bytes: bytes,
+            limit_bytes: None,
+            placement,
+            source: None,
+            qos: self.qos.into(),
+            shareable: self.shareable,
+            owner: self.owner.into(),
+            labels: Labels::new(),
+        }
+    }
+}
+
+/// Whom a new volume counts for.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct OwnerArgs {
+    /// Account that the volume counts for: the cluster ID of a guest.
+    #[arg(long)]
+    account: Option<Account>,
+    /// Class that the volume counts for: a StorageClass of the management cluster.
+    #[arg(long, value_name = "CLASS", default_value = "", hide_default_value = true)]
+    class: String,
+}
+
+impl From<OwnerArgs> for Owner {
+    fn from(args: OwnerArgs) -> Self {
+        Self { account: args.account.unwrap_or_default(), class: args.class }
+    }
 }
 
 /// QoS limits.
@@ -130,37 +223,9 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
             let found = client.connect()?.get_volume(&id).await?;
             output::one(client.output, &found.with_context(|| format!("volume {id} not found"))?)
         }
-        VolumeCommand::Create {
-            id,
-            size,
-            pool,
-            pool_labels,
-            zones,
-            anti_affinity,
-            from_snapshot,
-            from_volume,
-            shareable,
-            qos,
-            timeout,
-            client,
-        } => {
-            let placement = Placement {
-                pool,
-                pool_labels: pool_labels.into_iter().collect(),
-                anti_affinity_id: anti_affinity,
-                zones,
-            };
+        VolumeCommand::Create { id, size, from_snapshot, from_volume, volume, timeout, client } => {
             let source = from_snapshot.map(VolumeSource::Snapshot).or(from_volume.map(VolumeSource::Volume));
-            let spec = VolumeSpec {
-                capacity_bytes: size,
-                limit_bytes: None,
-                placement,
-                source,
-                qos: qos.into(),
-                shareable,
-                owner: Owner::default(),
-                labels: Labels::new(),
-            };
+            let spec = VolumeSpec { source, ..volume.spec(size) };
             output::one(client.output, &client.connect()?.put_volume(&id, &spec, timeout).await?)
         }
         VolumeCommand::Delete { id, client } => {
@@ -170,6 +235,21 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
         VolumeCommand::Expand { id, size, client } => {
             let size = VolumeSize { capacity_bytes: size, limit_bytes: None };
             output::one(client.output, &client.connect()?.expand_volume(&id, &size).await?)
+        }
+        VolumeCommand::Export { id, export } => transfers::export(VolumeSource::Volume(id), export).await,
+        VolumeCommand::Import(import) => transfers::import(*import).await,
+        VolumeCommand::Adopt { id, file, pool, shareable, owner, qos, timeout, client } => {
+            let adoption = Adoption { path: file, pool, qos: qos.into(), shareable, owner: owner.into() };
+            output::one(client.output, &progress::adopt(&client.connect()?, &id, &adoption, timeout).await?)
+        }
+        VolumeCommand::Release { id, to, client } => {
+            let released = client.connect()?.release(&id, &Release { path: to }).await?;
+            match client.output {
+                output::Format::Json => output::json(&released),
+                output::Format::Table => {
+                    output::done(client.output, &format!("volume {id} released to {}", released.path))
+                }
+            }
         }
         VolumeCommand::Qos { id, qos, client } => {
             output::one(client.output, &client.connect()?.put_qos(&id, &qos.into()).await?)

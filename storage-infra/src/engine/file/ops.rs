@@ -1,11 +1,11 @@
 //! Operations on files: existence, removal, size, holes and copies.
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{SeekFrom, ioctl_ficlone, seek};
 use rustix::io::Errno;
 
 use crate::engine::{CopyProgress, EngineError, Result};
@@ -30,7 +30,7 @@ pub(super) fn unlink(path: &Path) -> Result<bool> {
     }
 }
 
-pub(super) fn io_error(action: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
+pub(in crate::engine) fn io_error(action: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
     let what = format!("cannot {action} {}", path.display());
     move |source| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => EngineError::NoSpace(what),
@@ -56,11 +56,29 @@ pub(super) fn extend(path: &Path, bytes: u64) -> Result<()> {
 }
 
 /// Start and end of the next data extent at or after `at`; `None` if there is none before the end of the file.
-pub(super) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
+pub(in crate::engine) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some((start, seek(file, SeekFrom::Hole(start))?))),
         Err(Errno::NXIO) => Ok(None),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Tests reflink support in a directory with a real clone, since no filesystem reports it in advance. `None` if that is
+/// not known.
+pub(super) fn can_reflink(dir: &Path) -> Option<bool> {
+    let attempt = || -> io::Result<()> {
+        let mut from = tempfile::tempfile_in(dir)?;
+        from.write_all(&[1; 4096])?;
+        let to = tempfile::tempfile_in(dir)?;
+        Ok(ioctl_ficlone(&to, &from)?)
+    };
+    match attempt() {
+        Ok(()) => Some(true),
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::OPNOTSUPP | Errno::NOTTY | Errno::INVAL | Errno::NOSYS) => Some(false),
+            _ => None,
+        },
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-use rustix::fs::{XattrFlags, fsetxattr, lgetxattr};
+use rustix::fs::{XattrFlags, fremovexattr, fsetxattr, lgetxattr};
 use rustix::io::Errno;
 
 use super::io_error;
@@ -23,6 +23,19 @@ pub(super) fn read(path: &Path) -> Result<Option<Record>> {
             .map_err(|why| EngineError::Foreign(format!("{}: {why}", path.display()))),
         Err(Errno::NODATA | Errno::NOENT | Errno::OPNOTSUPP) => Ok(None),
         Err(error) => Err(io_error("read the record of", path)(error.into())),
+    }
+}
+
+/// Whether a file has a record, readable or not.
+pub(in crate::engine) fn has_record(path: &Path) -> Result<bool> {
+    Ok(!matches!(read(path), Ok(None)))
+}
+
+/// Removes the record of a file, if it has one. That is durable after the next fsync of the file.
+pub(super) fn remove(file: &File, path: &Path) -> Result<()> {
+    match fremovexattr(file, ATTRIBUTE) {
+        Ok(()) | Err(Errno::NODATA) => Ok(()),
+        Err(error) => Err(io_error("remove the record of", path)(error.into())),
     }
 }
 

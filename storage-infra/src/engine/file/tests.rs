@@ -1,3 +1,4 @@
+use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
 use infra_api::{EngineKind, Labels, PoolName};

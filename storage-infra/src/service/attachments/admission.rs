@@ -6,7 +6,7 @@ use infra_api::{
     VolumeState,
 };
 
-use crate::catalog::{AttachmentRow, Blank, NodeRow, Tx, VolumeRow};
+use crate::catalog::{AttachmentRow, Blank, Hold, NodeRow, Tx, VolumeRow};
 use crate::service::core::{now, seconds};
 use crate::service::lookups::node_refs;
 use crate::service::problems::{Failure, Result};
@@ -35,6 +35,8 @@ pub struct Facts {
     pub node: Option<NodeRow>,
     /// Objects that are being copied block by block from the volume.
     pub copies: Vec<String>,
+    /// The operation that holds the volume.
+    pub hold: Option<Hold>,
     /// Other attachments of the volume.
     pub others: Vec<AttachmentRow>,
     /// Their nodes, in the same order.
@@ -127,6 +129,10 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
         );
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
+    if let Some(hold) = facts.hold.as_ref().filter(|hold| !(spec.read_only && hold.allows_reading())) {
+        let detail = format!("the volume {} {hold}", volume.id);
+        return Err(about_volume(ProblemCode::Unavailable, detail).into());
+    }
     // A block-by-block copy is consistent only without writes.
     if !spec.read_only && !facts.copies.is_empty() {
         let detail = format!(
@@ -181,6 +187,7 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, request: AttachRequest<'_>) -> Result
         volume: tx.volume(&spec.volume)?,
         node: tx.node(spec.node)?,
         copies: if spec.read_only { Vec::new() } else { tx.copies_of(&spec.volume)? },
+        hold: tx.hold(&spec.volume)?,
         other_nodes: node_refs(tx, &others)?,
         others,
     };

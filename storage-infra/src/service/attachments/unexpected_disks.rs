@@ -283,6 +283,7 @@ mod tests {
             format_token: infra_api::FormatToken::random(),
             written: false,
             owner: Default::default(),
+            origin: crate::catalog::Origin::Created,
         };
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
         let on_full = infra_api::OnFull::default();

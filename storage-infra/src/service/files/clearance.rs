@@ -1,6 +1,7 @@
 //! Clearance before irreversible operations: checks all sources that know who uses an object's files, and issues the
 //! permission that the engine requires. A source that cannot be queried is a reason to refuse.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use infra_api::{NodeRef, ObjectKind, Problem, ProblemCode};
@@ -68,6 +69,18 @@ impl ObjectFiles {
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+    }
+
+    /// Fails if a VM has a file attached that is no object, by the live state of all hypervisors.
+    pub(in crate::service) async fn refuse_attached_file(&self, path: &Path) -> Result<()> {
+        let files = Files { complete: vec![path.to_owned()], ..Files::default() };
+        let live = self.live(&files).await?;
+        if live.is_empty() {
+            return Ok(());
+        }
+        let refusal = Refusal::Attached(live);
+        let detail = format!("the file {} cannot become a volume: {refusal}", path.display());
+        Err(Problem::new(ProblemCode::InUse, detail).used_by(holding_nodes(&refusal)).into())
     }
 
     /// VMs that have a file open, by the live state of all hypervisors.

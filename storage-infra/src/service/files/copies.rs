@@ -2,15 +2,18 @@
 //! reports its progress and is cancelled by a deletion or a shutdown.
 
 use std::collections::HashMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use infra_api::{ObjectKind, Problem, ProblemCode, VolumeId};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use super::ObjectFiles;
+use super::{ObjectFiles, Receivers};
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{Clearance, CopyProgress, EngineError, Method, Object, Record};
+use crate::engine::adopt::refuse_changed;
+use crate::engine::{Clearance, CopyProgress, Engine, EngineError, Method, Object, Record};
 use crate::hypervisor::DiskSource;
 use crate::service::lookups::node_refs;
 use crate::service::pools::Engines;
@@ -18,28 +21,67 @@ use crate::service::problems::{Failure, Result};
 
 /// Number of concurrent block-by-block copies; others wait.
 const MAX_COPIES: usize = 2;
-/// Source and method of a copy.
-pub(in crate::service) struct Origin {
-    pub(in crate::service) pool: PoolRow,
-    pub(in crate::service) object: Object,
-    pub(in crate::service) method: Method,
+
+/// What is copied.
+#[derive(Debug, Clone)]
+pub(in crate::service) enum Origin {
+    /// An object of a pool, by this method.
+    Object {
+        /// Its pool.
+        pool: PoolRow,
+        /// The object.
+        object: Object,
+        /// How it is copied.
+        method: Method,
+    },
+    /// A raw file that is no object.
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// Its inode number.
+        inode: u64,
+    },
+    /// A qcow2 image, whose content is copied.
+    Image {
+        /// Its path.
+        path: PathBuf,
+        /// Its inode number.
+        inode: u64,
+    },
 }
 
-/// Copies of volumes and snapshots.
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Object { object, .. } => object.fmt(f),
+            Self::File { path, .. } => write!(f, "the file {}", path.display()),
+            Self::Image { path, .. } => write!(f, "the image {}", path.display()),
+        }
+    }
+}
+
+/// Copies of volumes and snapshots, and streams of imports: all that fills new objects for long.
 pub(in crate::service) struct Copies {
     engines: Arc<Engines>,
     files: Arc<ObjectFiles>,
     running: Mutex<HashMap<Object, Arc<CopyProgress>>>,
     permits: Semaphore,
+    receivers: Receivers,
 }
 
 impl Copies {
     pub(in crate::service) fn new(engines: Arc<Engines>, files: Arc<ObjectFiles>) -> Self {
-        Self { engines, files, running: Mutex::default(), permits: Semaphore::new(MAX_COPIES) }
+        let (running, permits) = (Mutex::default(), Semaphore::new(MAX_COPIES));
+        Self { engines, files, running, permits, receivers: Receivers::default() }
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<CopyProgress>>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The streams of imports that are being received.
+    pub(in crate::service) fn receivers(&self) -> &Receivers {
+        &self.receivers
     }
 
     /// Bytes copied so far, if a copy of this object is running.
@@ -58,9 +100,10 @@ impl Copies {
         }
     }
 
-    /// Cancels all copies and prevents new ones. The next start repeats them.
+    /// Cancels all copies and prevents new ones, which the next start repeats. Ends all streams of imports.
     pub(in crate::service) fn cancel_all(&self) {
         self.permits.close();
+        self.receivers.end_all();
         self.table().values().for_each(|copying| copying.cancel());
     }
 
@@ -104,22 +147,59 @@ impl Copies {
         copying: Arc<CopyProgress>,
     ) -> Result<(), EngineError> {
         let object = cleared.object().clone();
-        let method = origin.method;
-        let _permit = match method {
-            Method::Reflink => None,
-            Method::Copy => Some(self.permits.acquire().await.map_err(|_| EngineError::Cancelled)?),
+        let _permit = match &origin {
+            Origin::Object { method: Method::Reflink, .. } => None,
+            Origin::Object { method: Method::Copy, .. } | Origin::File { .. } | Origin::Image { .. } => {
+                Some(self.permits.acquire().await.map_err(|_| EngineError::Cancelled)?)
+            }
         };
-        let start = Instant::now();
-        let from = origin.object.clone();
-        let source: DiskSource =
-            self.engines.run::<_, EngineError, _>(&origin.pool, move |engine| engine.locate(&from)).await?;
-        self.engines
-            .run::<_, EngineError, _>(pool, move |engine| {
-                engine.create_from(&cleared, &source, bytes, method, &record, &copying)
-            })
-            .await?;
-        tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "copy completed");
+        let (start, from) = (Instant::now(), origin.to_string());
+        match origin {
+            Origin::Object { pool: from, object, method } => {
+                let locate = move |engine: &dyn Engine| engine.locate(&object);
+                let source: DiskSource = self.engines.run::<_, EngineError, _>(&from, locate).await?;
+                self.engines
+                    .run::<_, EngineError, _>(pool, move |engine| {
+                        engine.create_from(&cleared, &source, bytes, method, &record, &copying)
+                    })
+                    .await?;
+            }
+            Origin::File { path, inode } => {
+                self.engines
+                    .run::<_, EngineError, _>(pool, move |engine| {
+                        copy_file(engine, &cleared, &path, inode, (bytes, &record, &copying))
+                    })
+                    .await?;
+            }
+            Origin::Image { path, inode } => {
+                self.engines
+                    .run::<_, EngineError, _>(pool, move |engine| {
+                        engine.create_from_image(&cleared, &path, inode, bytes, &record, &copying)
+                    })
+                    .await?;
+            }
+        }
+        tracing::info!(%object, %from, pool = %pool.name, bytes, took = ?start.elapsed(), "copy completed");
         Ok(())
+    }
+}
+
+/// Copies a raw file that is no object: it shares its blocks, if the filesystem can do that.
+fn copy_file(
+    engine: &dyn Engine,
+    cleared: &Clearance,
+    path: &Path,
+    inode: u64,
+    (bytes, record, copying): (u64, &Record, &CopyProgress),
+) -> Result<(), EngineError> {
+    refuse_changed(path, inode, bytes)?;
+    let source = DiskSource::File(path.to_owned());
+    match engine.create_from(cleared, &source, bytes, Method::Reflink, record, copying) {
+        Err(EngineError::Io { .. }) => {
+            engine.remove_incomplete(cleared)?;
+            engine.create_from(cleared, &source, bytes, Method::Copy, record, copying)
+        }
+        result => result,
     }
 }
 

@@ -2,7 +2,9 @@
 
 mod clearance;
 mod copies;
+mod receivers;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use infra_api::PoolName;
@@ -18,6 +20,7 @@ use crate::catalog::PoolRow;
 use crate::engine::{Clearance, EngineError, Object};
 
 pub(super) use copies::{Copies, Origin, refuse_copy_while_writable};
+pub(super) use receivers::{Receivers, Turn};
 
 /// The files of volumes and snapshots. The caller holds the object's lock.
 pub(super) struct ObjectFiles {
@@ -27,6 +30,8 @@ pub(super) struct ObjectFiles {
     hypervisors: Arc<Hypervisors>,
     records: Arc<Records>,
     capacity: Arc<PoolCapacity>,
+    /// Directories besides those of pools whose files may become volumes.
+    file_dirs: Vec<PathBuf>,
 }
 
 impl ObjectFiles {
@@ -37,8 +42,14 @@ impl ObjectFiles {
         hypervisors: Arc<Hypervisors>,
         records: Arc<Records>,
         capacity: Arc<PoolCapacity>,
+        file_dirs: Vec<PathBuf>,
     ) -> Self {
-        Self { core, engines, revisions, hypervisors, records, capacity }
+        Self { core, engines, revisions, hypervisors, records, capacity, file_dirs }
+    }
+
+    /// Directories besides those of pools whose files may become volumes, and that may take files of volumes.
+    pub(in crate::service) fn permitted_dirs(&self) -> &[PathBuf] {
+        &self.file_dirs
     }
 
     /// Whether an object's file is complete, or may be, in spite of a failure.

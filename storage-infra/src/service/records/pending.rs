@@ -238,6 +238,7 @@ mod tests {
             qos_due: false,
             format_token: FormatToken::random(),
             written: false,
+            origin: crate::catalog::Origin::Created,
         };
         let holder = RecordedAttachment {
             id: AttachmentId::new("a".repeat(LONGEST_ID)).unwrap(),

@@ -46,6 +46,10 @@ impl Recovery {
                 tracing::warn!(pool = %pool.name, %failure, "the pool stays unhealthy");
             }
         }
+        let exports = self.core.catalog().run(|tx| -> Result<_> { Ok(tx.delete_exports()?) }).await?;
+        if exports > 0 {
+            tracing::info!(exports, "ended the exports of the last run; clients resume them");
+        }
         self.revisions.compare_all().await?;
         self.unfinished.complete_volumes().await?;
         self.unfinished.complete_snapshots().await?;

@@ -44,6 +44,17 @@ impl Unfinished {
             let copying = copying && state == VolumeState::Creating;
             self.complete(&Object::Volume(id), copying, completion).await;
         }
+        self.complete_releases().await
+    }
+
+    async fn complete_releases(&self) -> Result<()> {
+        let releases = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.releases()?) }).await?;
+        for release in releases {
+            let _lock = self.core.lock_volume(&release.volume).await;
+            if let Err(failure) = self.volumes.finish_release(&release.volume).await {
+                tracing::warn!(volume = %release.volume, %failure, "could not complete the release; will retry if it was not given up");
+            }
+        }
         Ok(())
     }
 

@@ -12,13 +12,13 @@ use uuid::Uuid;
 
 use super::Volumes;
 use super::qos::validated;
-use super::reserve::Source;
+use super::reserve::{Content, Source};
 use super::size::rounded_size;
 use crate::audit;
-use crate::catalog::{PoolRow, Tx, VolumeRow};
-use crate::engine::{EngineError, Method, Object, Record};
+use crate::catalog::{Origin, PoolRow, Tx, VolumeRow};
+use crate::engine::{Clearance, EngineError, Method, Object, Record};
 use crate::scope::Scope;
-use crate::service::files::Origin;
+use crate::service::files;
 use crate::service::lookups::pool_of;
 use crate::service::problems::{Failure, Result};
 use crate::service::records::volume_record;
@@ -39,14 +39,18 @@ impl Volumes {
         let create = |started: oneshot::Sender<()>| async move {
             let _lock = volumes.core.lock_volume(&key).await;
             let (name, expected) = (key.clone(), requested.clone());
-            let found = volumes.core.catalog().read(move |tx| same_volume(tx, &name, &expected)).await?;
+            let found = volumes
+                .core
+                .catalog()
+                .read(move |tx| same_volume(tx, &name, &expected, Origin::Created))
+                .await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
                 None => {
                     requested
                         .check_bounds()
                         .map_err(|what| Problem::from(what).about(ObjectKind::Volume, &key))?;
-                    (volumes.reserve(&key, requested, size).await?, true)
+                    (volumes.reserve(&key, requested, size, Content::Created).await?, true)
                 }
             };
             let _ = started.send(());
@@ -59,7 +63,8 @@ impl Volumes {
             return result;
         }
         let name = id.clone();
-        if self.core.catalog().read(move |tx| same_volume(tx, &name, &spec)).await?.is_some() {
+        if self.core.catalog().read(move |tx| same_volume(tx, &name, &spec, Origin::Created)).await?.is_some()
+        {
             return Ok((self.get(&Scope::All, &id).await?, false));
         }
         let detail = format!("the volume {id} waits for other operations on it; retry");
@@ -71,13 +76,24 @@ impl Volumes {
     /// blocked for writers. A volume whose file is complete is kept: after a restore of an older catalog it may have
     /// been used since.
     pub(in crate::service) async fn finish_create(&self, row: VolumeRow) -> Result<()> {
+        match row.origin {
+            Origin::Created | Origin::Adopted => self.finish_on_server(row).await,
+            Origin::Imported => self.finish_import(&row).await,
+        }
+    }
+
+    /// Creates a volume whose content the server has.
+    async fn finish_on_server(&self, row: VolumeRow) -> Result<()> {
         let (id, pool, identity) = (row.id.clone(), row.pool.clone(), row.disk_uuid);
-        let (is_copy, size) = (row.spec.source.is_some(), row.size());
+        let (is_copy, size) = (row.spec.source.is_some() || row.copying, row.size());
         match self.create_bytes(row).await {
             Ok(true) => {
                 let name = id.clone();
-                let finished =
-                    self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.finish_create(&name)?) }).await?;
+                let finish = move |tx: &Tx<'_>| -> Result<_> {
+                    tx.delete_adoption(&name)?;
+                    Ok(tx.finish_create(&name)?)
+                };
+                let finished = self.core.catalog().run(finish).await?;
                 if finished {
                     self.core.emit(EventKind::Volume, &id, Change::Updated);
                 }
@@ -110,7 +126,11 @@ impl Volumes {
         {
             return Err(Problem::from(what).about(ObjectKind::Volume, &row.id).into());
         }
-        if row.spec.source.is_some() { self.copy_volume(row).await } else { self.create_blank(row).await }
+        match row.origin {
+            Origin::Adopted => self.adopt_bytes(&row).await,
+            Origin::Created | Origin::Imported if row.spec.source.is_some() => self.copy_volume(row).await,
+            Origin::Created | Origin::Imported => self.create_blank(row).await,
+        }
     }
 
     /// Rolls back a volume whose creation failed.
@@ -139,8 +159,16 @@ impl Volumes {
         Ok(true)
     }
 
+    /// The pool of a new volume, and the permission to write its files.
+    pub(in crate::service) async fn clear(&self, row: &VolumeRow) -> Result<(PoolRow, Clearance)> {
+        let of = row.clone();
+        let pool = self.core.catalog().read(move |tx| pool_of(tx, &of)).await?;
+        let cleared = self.files.clear_volume(&pool, row).await?;
+        Ok((pool, cleared))
+    }
+
     /// The pool of a new volume, and its on-disk record without holders.
-    async fn new_record(&self, row: &VolumeRow) -> Result<(PoolRow, Record)> {
+    pub(super) async fn new_record(&self, row: &VolumeRow) -> Result<(PoolRow, Record)> {
         let row = row.clone();
         let read = move |tx: &Tx<'_>| -> Result<_> {
             let revision = tx.volume_revision(&row.id)?.unwrap_or(0);
@@ -163,7 +191,7 @@ impl Volumes {
         let Some(source) = source else { return Ok(true) };
         let Source { pool: from, object, .. } =
             self.core.catalog().read(move |tx| Source::of(tx, &source)).await?;
-        self.copies.copy_into(&pool, Origin { pool: from, object, method }, size, record).await
+        self.copies.copy_into(&pool, files::Origin::Object { pool: from, object, method }, size, record).await
     }
 }
 
@@ -175,7 +203,12 @@ fn same_placement(existing: &Placement, requested: &Placement) -> bool {
 }
 
 /// The existing volume, if its spec equals the requested one.
-fn same_volume(tx: &Tx<'_>, id: &VolumeId, requested: &VolumeSpec) -> Result<Option<VolumeRow>> {
+pub(super) fn same_volume(
+    tx: &Tx<'_>,
+    id: &VolumeId,
+    requested: &VolumeSpec,
+    origin: Origin,
+) -> Result<Option<VolumeRow>> {
     let Some(row) = tx.volume(id)? else { return Ok(None) };
     let about =
         |code, detail: String| Failure::from(Problem::new(code, detail).about(ObjectKind::Volume, id));
@@ -192,6 +225,7 @@ fn same_volume(tx: &Tx<'_>, id: &VolumeId, requested: &VolumeSpec) -> Result<Opt
         ("placement", !same_placement(&existing.placement, &requested.placement)),
         ("source", existing.source != requested.source),
         ("shareable", existing.shareable != requested.shareable),
+        ("origin", row.origin != origin),
     ];
     let differs: Vec<&str> = differs.iter().filter(|(_, differs)| *differs).map(|(name, _)| *name).collect();
     if !differs.is_empty() {

@@ -6,9 +6,9 @@ use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, VolumeId, V
 
 use super::Volumes;
 use crate::audit;
-use crate::catalog::Tx;
+use crate::catalog::{Origin, Tx, VolumeRow};
 use crate::engine::{Clearance, Object};
-use crate::service::lookups::{node_refs, pool_of};
+use crate::service::lookups::{node_refs, pool_of, refuse_held};
 use crate::service::problems::{Failure, Result};
 
 impl Volumes {
@@ -24,9 +24,10 @@ impl Volumes {
                     .core
                     .catalog()
                     .read(move |tx| -> Result<_> {
-                        refuse_attached(tx, &name)?;
+                        refuse_used(tx, &name)?;
                         let row = tx.volume(&name)?;
-                        Ok(row.is_some_and(|row| row.copying && row.state == VolumeState::Creating))
+                        let copied = |row: VolumeRow| row.copying || row.origin == Origin::Imported;
+                        Ok(row.is_some_and(|row| row.state == VolumeState::Creating && copied(row)))
                     })
                     .await?;
                 if copying {
@@ -34,6 +35,7 @@ impl Volumes {
                     volumes.mark_deleting(&id).await?;
                 }
                 volumes.copies.cancel(&Object::Volume(id.clone()));
+                volumes.copies.receivers().end(&id).await;
                 let _lock = volumes.core.lock_volume(&id).await;
                 let cleared = volumes.clear_for_deletion(&id).await?;
                 if !volumes.mark_deleting(&id).await? {
@@ -53,7 +55,7 @@ impl Volumes {
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
-                refuse_attached(tx, &name)?;
+                refuse_used(tx, &name)?;
                 let Some(row) = tx.volume(&name)? else { return Ok(None) };
                 Ok(Some((pool_of(tx, &row)?, row)))
             })
@@ -66,7 +68,7 @@ impl Volumes {
         }
     }
 
-    /// Writes the intent to delete. Refused while an attachment exists.
+    /// Writes the intent to delete. Refused while the volume is attached, exported or released.
     async fn mark_deleting(&self, id: &VolumeId) -> Result<bool> {
         let id = id.clone();
         self.core
@@ -75,7 +77,7 @@ impl Volumes {
                 if tx.volume(&id)?.is_none() {
                     return Ok(false);
                 }
-                refuse_attached(tx, &id)?;
+                refuse_used(tx, &id)?;
                 tx.set_volume_state(&id, VolumeState::Deleting)?;
                 Ok(true)
             })
@@ -95,6 +97,7 @@ impl Volumes {
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.volume(&name)? else { return Ok(None) };
                 // Checked again right before the removal: this is the only place that removes volumes.
+                refuse_held(tx, &name, false)?;
                 if row.state != VolumeState::Deleting || !tx.attachments(None, Some(&name))?.is_empty() {
                     let detail = format!("the volume {name} is {} and must not be removed", row.state);
                     return Err(Failure::new(ProblemCode::Internal, detail));
@@ -117,11 +120,11 @@ impl Volumes {
     }
 }
 
-/// Refuses while an attachment exists.
-fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
+/// Refuses while an attachment exists, or another operation holds the volume.
+pub(super) fn refuse_used(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let attachments = tx.attachments(None, Some(id))?;
     if attachments.is_empty() {
-        return Ok(());
+        return refuse_held(tx, id, false);
     }
     let nodes = node_refs(tx, &attachments)?;
     let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();

@@ -14,7 +14,7 @@ use crate::engine::EngineError;
 use crate::placement::Candidate;
 use crate::scope::Scope;
 use crate::service::budgets::refuse_over_budget;
-use crate::service::lookups::{node_refs, pool_of};
+use crate::service::lookups::{node_refs, pool_of, refuse_held};
 use crate::service::pools::CapacityInputs;
 use crate::service::problems::{Failure, Result};
 
@@ -77,6 +77,7 @@ impl VolumeChanges {
         self.core
             .catalog()
             .run(move |tx| {
+                refuse_held(tx, &row.id, false)?;
                 let more = target - row.size();
                 let demand = Demand { bytes: more, ..Demand::default() };
                 refuse_over_budget(tx, &row.owner, &demand, ObjectKind::Volume, &row.id)?;

@@ -1,12 +1,18 @@
 //! Volumes: create, list and delete; changes of their size, limits and owner.
 
+mod adopt;
 mod create;
 mod delete;
 mod expand;
+mod import;
 mod owner;
 mod qos;
+mod release;
 mod reserve;
 mod size;
+
+pub(super) use import::imported;
+pub(super) use reserve::Source;
 
 use std::collections::HashMap;
 use std::sync::Arc;

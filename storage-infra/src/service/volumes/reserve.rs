@@ -9,8 +9,10 @@ use infra_api::{
 use uuid::Uuid;
 
 use super::Volumes;
+use super::adopt;
 use crate::budget::Demand;
-use crate::catalog::{PoolRow, Tx, VolumeRow};
+use crate::catalog::{AdoptionMethod, AdoptionRow, Origin, PoolRow, Tx, VolumeRow};
+use crate::engine::adopt::Candidate;
 use crate::engine::{Object, PoolFacts};
 use crate::placement;
 use crate::service::budgets::refuse_over_budget;
@@ -21,16 +23,16 @@ use crate::service::pools::{CapacityInputs, Facts};
 use crate::service::problems::{Failure, Result};
 
 /// Source of a new volume, as stored in the catalog.
-pub(super) struct Source {
-    pub(super) pool: PoolRow,
-    pub(super) object: Object,
-    capacity: u64,
+pub(in crate::service) struct Source {
+    pub(in crate::service) pool: PoolRow,
+    pub(in crate::service) object: Object,
+    pub(in crate::service) capacity: u64,
     family: Uuid,
 }
 
 impl Source {
     /// Fails unless the source exists and is complete.
-    pub(super) fn of(tx: &Tx<'_>, source: &VolumeSource) -> Result<Self> {
+    pub(in crate::service) fn of(tx: &Tx<'_>, source: &VolumeSource) -> Result<Self> {
         let (object, pool, capacity, family) = match source {
             VolumeSource::Volume(id) => {
                 let row = ready_volume(tx, id)?;
@@ -71,6 +73,39 @@ impl Source {
     }
 }
 
+/// The intent that is written with a new volume: where its content comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Nowhere, or from the source in the spec.
+    Created,
+    /// A client sends it.
+    Imported,
+    /// From this file of the host.
+    Adopted(Candidate),
+}
+
+impl Content {
+    pub(super) fn origin(&self) -> Origin {
+        match self {
+            Self::Created => Origin::Created,
+            Self::Imported => Origin::Imported,
+            Self::Adopted(_) => Origin::Adopted,
+        }
+    }
+
+    /// Writes the intent.
+    fn insert(&self, tx: &Tx<'_>, id: &VolumeId, filesystem: Option<u64>) -> Result<()> {
+        match self {
+            Self::Created => Ok(()),
+            Self::Imported => Ok(tx.insert_import(id)?),
+            Self::Adopted(file) => {
+                let (path, inode, method) = (file.path.clone(), file.inode, adopt::method(file, filesystem));
+                Ok(tx.insert_adoption(id, &AdoptionRow { path, inode, method })?)
+            }
+        }
+    }
+}
+
 /// A requested volume.
 #[derive(Clone)]
 struct RequestedVolume {
@@ -79,6 +114,7 @@ struct RequestedVolume {
     size: u64,
     disk_uuid: Uuid,
     format_token: FormatToken,
+    content: Content,
 }
 
 impl RequestedVolume {
@@ -93,20 +129,27 @@ impl RequestedVolume {
 
     /// Plans the volume's row in the best pool. Fails if the budget does not allow it or no pool fits.
     fn plan(&self, tx: &Tx<'_>, inputs: &CapacityInputs) -> Result<VolumeRow> {
-        let Self { id, spec, size, disk_uuid, format_token } = self;
+        let Self { id, spec, size, disk_uuid, format_token, content } = self;
         let source = self.source(tx)?;
         let demand = Demand { bytes: *size, volumes: 1, ..Demand::default() };
         refuse_over_budget(tx, &spec.owner, &demand, ObjectKind::Volume, id)?;
         let (facts, from_scan) = (&*inputs.facts, inputs.from_scan);
-        let candidates = inputs.candidates(tx, spec.placement.anti_affinity_id.as_deref())?;
-        let near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
+        let mut candidates = inputs.candidates(tx, spec.placement.anti_affinity_id.as_deref())?;
+        let mut near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
+        if let Content::Adopted(file) = content {
+            near = adopt::near(file, &tx.pools()?, facts);
+            adopt::credit(file, &near, &mut candidates);
+        }
         let pool = placement::place(&candidates, *size, &spec.placement, &near).map_err(|rejections| {
             let detail = format!("volume {id}: {}", placement::explain(*size, &rejections));
             Problem::new(ProblemCode::OutOfSpace, detail)
                 .about(ObjectKind::Volume, id)
                 .rejected_by(rejections)
         })?;
-        let copying = source.is_some() && !near.contains(&pool);
+        let copying = match content {
+            Content::Created | Content::Imported => source.is_some() && !near.contains(&pool),
+            Content::Adopted(file) => adopt::method(file, inputs.filesystem(&pool)) != AdoptionMethod::Rename,
+        };
         if let (true, false, Some(source)) = (copying, from_scan, &source) {
             refuse_premature_copy(facts, &source.pool.name)?;
         }
@@ -130,9 +173,10 @@ impl RequestedVolume {
             // The volume is not attached yet.
             qos_due: false,
             format_token: *format_token,
-            // Copied bytes count as data.
-            written: spec.source.is_some(),
+            // Bytes from elsewhere count as data.
+            written: spec.source.is_some() || *content != Content::Created,
             owner: spec.owner.clone(),
+            origin: content.origin(),
         })
     }
 }
@@ -160,9 +204,15 @@ fn near(facts: &Facts, pool: &PoolName) -> Vec<PoolName> {
 
 impl Volumes {
     /// Chooses a pool and writes the intent.
-    pub(super) async fn reserve(&self, id: &VolumeId, spec: VolumeSpec, size: u64) -> Result<VolumeRow> {
+    pub(super) async fn reserve(
+        &self,
+        id: &VolumeId,
+        spec: VolumeSpec,
+        size: u64,
+        content: Content,
+    ) -> Result<VolumeRow> {
         let (disk_uuid, format_token) = (Uuid::new_v4(), FormatToken::random());
-        let request = RequestedVolume { id: id.clone(), spec, size, disk_uuid, format_token };
+        let request = RequestedVolume { id: id.clone(), spec, size, disk_uuid, format_token, content };
         if request.spec.source.is_some() {
             // If the source is not ready, probing the pools is useless.
             let first = request.clone();
@@ -198,6 +248,7 @@ impl Volumes {
                     let is_clear = clear.contains(&row.pool);
                     if is_clear {
                         tx.insert_volume(&row)?;
+                        request.content.insert(tx, &row.id, known.filesystem(&row.pool))?;
                     }
                     Ok((row, is_clear))
                 })

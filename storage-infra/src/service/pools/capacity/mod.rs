@@ -65,6 +65,11 @@ pub(in crate::service) struct CapacityInputs {
 }
 
 impl CapacityInputs {
+    /// The filesystem of a healthy pool.
+    pub(in crate::service) fn filesystem(&self, pool: &PoolName) -> Option<u64> {
+        self.facts.get(pool).map(|facts| facts.filesystem)
+    }
+
     /// Placement candidates for a new volume of this anti-affinity group.
     pub(in crate::service) fn candidates(
         &self,

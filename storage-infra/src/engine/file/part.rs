@@ -1,0 +1,67 @@
+//! Incomplete files: they have a temporary name until they are complete and durable.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+
+use super::{FileEngine, io_error, record_xattr, unlink};
+use crate::audit;
+use crate::engine::{Clearance, EngineError, Object, PartFile, Record, Result};
+
+impl FileEngine {
+    /// Creates an empty temporary file for an incomplete object; removes the previous one.
+    pub(super) fn create_part(&self, cleared: &Clearance) -> Result<File> {
+        let part = self.part(cleared.object());
+        if !cleared.was_empty() {
+            self.refuse_open(cleared.object())?;
+            if unlink(&part)? {
+                audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
+            }
+        }
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        options.open(&part).map_err(io_error("create", &part))
+    }
+
+    /// Sets the size and record of an incomplete file and renames it once all of it is durable.
+    pub(super) fn complete(&self, part: &File, object: &Object, bytes: u64, record: &Record) -> Result<()> {
+        let (from, to) = (self.part(object), self.file(object));
+        part.set_len(bytes).map_err(io_error("set the size of", &from))?;
+        record_xattr::write(part, &from, record)?;
+        part.sync_all().map_err(io_error("sync", &from))?;
+        let rename = || fs::rename(&from, &to);
+        fail_point::around(|| Some("engine.file.name".into()), rename)
+            .map_err(io_error("rename a file to", &to))?;
+        self.sync_dir()
+    }
+
+    /// Opens the incomplete file of an object, with this size, and removes everything from byte `keep` on.
+    pub(super) fn reopen_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile> {
+        self.check()?;
+        let path = self.part(cleared.object());
+        let file = match keep {
+            0 => self.create_part(cleared)?,
+            _ => self.truncated_part(cleared, keep)?,
+        };
+        // Writes beyond the end would allocate more than they need.
+        file.set_len(bytes).map_err(io_error("set the size of", &path))?;
+        Ok(PartFile { file, path })
+    }
+
+    fn truncated_part(&self, cleared: &Clearance, keep: u64) -> Result<File> {
+        let path = self.part(cleared.object());
+        self.refuse_open(cleared.object())?;
+        let file =
+            OpenOptions::new().read(true).write(true).open(&path).map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => EngineError::Missing(format!("{} does not exist", path.display())),
+                _ => io_error("open", &path)(error),
+            })?;
+        let length = file.metadata().map_err(io_error("read the metadata of", &path))?.len();
+        if length < keep {
+            let what = format!("{} has {length} bytes instead of at least {keep}", path.display());
+            return Err(EngineError::Missing(what));
+        }
+        file.set_len(keep).map_err(io_error("truncate", &path))?;
+        Ok(file)
+    }
+}

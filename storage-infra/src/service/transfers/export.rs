@@ -1,0 +1,265 @@
+//! Exports: the content of a detached volume, or of a snapshot, as a stream. A volume is held by a row in the catalog
+//! until all of its data is read, so that nothing writes to it.
+
+use std::sync::Arc;
+
+use infra_api::stream::{Encoder, Header, MAX_EXTENT};
+use infra_api::{ObjectKind, Problem, ProblemCode, ResumePoint, VolumeId, VolumeSource};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use uuid::Uuid;
+
+use super::{STALLED, Transfers};
+use crate::audit;
+use crate::catalog::{PoolRow, Tx};
+use crate::engine::{EngineError, Object, SourceFile};
+use crate::service::core::Core;
+use crate::service::lookups::{node_refs, refuse_held};
+use crate::service::problems::{Failure, Result};
+use crate::service::volumes::Source;
+
+/// Parts of a stream that wait for a slow client.
+const PARTS_AHEAD: usize = 4;
+
+/// A part of a stream, or why the stream ends early.
+pub type Part = Result<Vec<u8>, Failure>;
+
+/// What is exported.
+struct Origin {
+    pool: PoolRow,
+    object: Object,
+    size: u64,
+    identity: Uuid,
+    /// Tells states of the source apart, with the time of the file's last change.
+    state: String,
+    /// Whether nodes have it attached read-only.
+    has_readers: bool,
+}
+
+/// Holds a volume in the catalog until it is dropped.
+struct Held {
+    core: Arc<Core>,
+    id: Option<Uuid>,
+}
+
+impl Held {
+    /// Ends the hold.
+    async fn release(mut self) -> Result<()> {
+        let id = self.id.take();
+        delete(&self.core, id).await
+    }
+}
+
+async fn delete(core: &Core, id: Option<Uuid>) -> Result<()> {
+    let Some(id) = id else { return Ok(()) };
+    core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_export(id)?) }).await
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let Some(id) = self.id.take() else { return };
+        let core = self.core.clone();
+        self.core.spawn(async move {
+            if let Err(failure) = delete(&core, Some(id)).await {
+                tracing::warn!(%failure, "cannot record that an export has ended; the next start does");
+            }
+        });
+    }
+}
+
+impl Transfers {
+    /// Starts an export. Its stream ends without an end mark if the source changes or the server stops.
+    pub async fn export(
+        self: &Arc<Self>,
+        source: VolumeSource,
+        resume: Option<ResumePoint>,
+    ) -> Result<ReceiverStream<Part>> {
+        let transfers = self.clone();
+        self.core.run_to_completion(async move { transfers.start_export(source, resume).await }).await
+    }
+
+    async fn start_export(
+        self: &Arc<Self>,
+        source: VolumeSource,
+        resume: Option<ResumePoint>,
+    ) -> Result<ReceiverStream<Part>> {
+        if let VolumeSource::Volume(id) = &source {
+            self.unexpected_disks.refuse(id, None).await?;
+        }
+        let id = Uuid::new_v4();
+        let of = source.clone();
+        let origin = self.core.catalog().run(move |tx| begin(tx, &of, id)).await?;
+        let held =
+            Held { core: self.core.clone(), id: matches!(source, VolumeSource::Volume(_)).then_some(id) };
+        let file = self.open(&origin).await?;
+        let modified = file.modified()?;
+        let header = Header {
+            size: origin.size,
+            identity: origin.identity,
+            generation: generation(&format!("{} {modified}", origin.state)),
+        };
+        let (encoder, first) = match resume {
+            None => Encoder::start(&header),
+            Some(ResumePoint { header: earlier, .. }) if earlier != header.checksum() => {
+                return Err(changed(&origin.object));
+            }
+            Some(ResumePoint { after, .. }) if after.offset > header.size => {
+                let detail = format!("offset {} is beyond the size of {} bytes", after.offset, header.size);
+                return Err(Failure::new(ProblemCode::Invalid, detail));
+            }
+            Some(ResumePoint { after, .. }) => Encoder::resume(&header, after),
+        };
+        tracing::info!(object = %origin.object, bytes = origin.size, from = encoder.offset(), who = %audit::actor(), "export started");
+        let (parts, receiver) = mpsc::channel(PARTS_AHEAD);
+        let transfers = self.clone();
+        self.core.spawn(async move {
+            let sent = tokio::select! {
+                () = transfers.stop.cancelled() => Err(ended("the server stops")),
+                sent = pump(file, encoder, first, held, &parts) => sent,
+            };
+            match sent {
+                Ok(bytes) => tracing::info!(object = %origin.object, bytes, "export completed"),
+                Err(failure) => {
+                    tracing::warn!(object = %origin.object, %failure, "export ended early");
+                    let _ = parts.try_send(Err(failure));
+                }
+            }
+        });
+        Ok(ReceiverStream::new(receiver))
+    }
+
+    /// Opens the file of what is exported. A file that is open elsewhere without an attachment is refused.
+    async fn open(&self, origin: &Origin) -> Result<SourceFile> {
+        let (object, size, has_readers) = (origin.object.clone(), origin.size, origin.has_readers);
+        let open = move |engine: &dyn crate::engine::Engine| {
+            let open = engine.files(&object)?.open.filter(|_| !has_readers);
+            match open {
+                Some(holder) => Err(EngineError::InUse(format!(
+                    "the file of {object} is in use by {holder}; stop that first"
+                ))),
+                None => SourceFile::open(engine.locate(&object)?, size),
+            }
+        };
+        Ok(self.engines.run::<_, EngineError, _>(&origin.pool, open).await?)
+    }
+}
+
+/// Reads what is exported, and records that it is.
+fn begin(tx: &Tx<'_>, source: &VolumeSource, export: Uuid) -> Result<Origin> {
+    let Source { pool, object, capacity, .. } = Source::of(tx, source)?;
+    match source {
+        VolumeSource::Volume(id) => {
+            let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, id))?;
+            refuse_held(tx, id, true)?;
+            refuse_writers(tx, id)?;
+            if row.grow_to.is_some() {
+                let detail = format!("the volume {id} is being expanded; retry after that");
+                return Err(Problem::new(ProblemCode::Unavailable, detail)
+                    .about(ObjectKind::Volume, id)
+                    .into());
+            }
+            tx.insert_export(export, id)?;
+            let revision = tx.volume_revision(id)?.unwrap_or(0);
+            let has_readers = !tx.attachments(None, Some(id))?.is_empty();
+            let state = format!("{object} {revision}");
+            Ok(Origin { pool, object, size: capacity, identity: row.disk_uuid, state, has_readers })
+        }
+        VolumeSource::Snapshot(id) => {
+            let row = tx.snapshot(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Snapshot, id))?;
+            let state = format!("{object} {}", row.created_at);
+            Ok(Origin { pool, object, size: capacity, identity: row.family, state, has_readers: false })
+        }
+    }
+}
+
+/// Refuses while a node may write to the volume: the export would be inconsistent.
+fn refuse_writers(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
+    let mut writers = tx.attachments(None, Some(id))?;
+    writers.retain(|attachment| !attachment.read_only);
+    if writers.is_empty() {
+        return Ok(());
+    }
+    let nodes = node_refs(tx, &writers)?;
+    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+    let detail = format!(
+        "the volume {id} is attached to {} and may change during an export; take a snapshot and export that, or detach the \
+         volume first",
+        names.join(", ")
+    );
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
+}
+
+/// A number that differs between texts.
+fn generation(state: &str) -> u64 {
+    Uuid::new_v5(&Uuid::NAMESPACE_OID, state.as_bytes()).as_u64_pair().0
+}
+
+fn changed(object: &Object) -> Failure {
+    let detail = format!(
+        "the {object} is not the one, or not in the state, that the earlier export began with; start a new export"
+    );
+    let (kind, id) = match object {
+        Object::Volume(id) => (ObjectKind::Volume, id.to_string()),
+        Object::Snapshot(id) => (ObjectKind::Snapshot, id.to_string()),
+    };
+    Problem::new(ProblemCode::Exists, detail).about(kind, id).into()
+}
+
+fn ended(why: &str) -> Failure {
+    Failure::new(ProblemCode::Unavailable, format!("the export ended early: {why}; resume it"))
+}
+
+/// Reads and sends everything. The end is sent after the hold is released, so that a client that has a complete stream
+/// can use the volume at once. Returns the number of bytes sent.
+async fn pump(
+    file: SourceFile,
+    mut encoder: Encoder,
+    first: Vec<u8>,
+    held: Held,
+    parts: &mpsc::Sender<Part>,
+) -> Result<u64> {
+    let modified = file.modified()?;
+    let file = Arc::new(file);
+    let mut sent = first.len() as u64;
+    send(parts, first).await?;
+    loop {
+        let reader = file.clone();
+        let read = move || -> Result<_> {
+            let Some((offset, data)) = reader.next(encoder.offset(), MAX_EXTENT)? else {
+                return Ok((encoder, None));
+            };
+            let part = encoder.extent(offset, &data);
+            Ok((encoder, Some(part)))
+        };
+        let (next, part) = blocking(read).await?;
+        encoder = next;
+        let Some(part) = part else { break };
+        sent += part.len() as u64;
+        send(parts, part).await?;
+    }
+    if file.modified()? != modified {
+        return Err(ended("its file was changed meanwhile by a program other than this server"));
+    }
+    held.release().await?;
+    let end = encoder.end();
+    sent += end.len() as u64;
+    send(parts, end).await?;
+    Ok(sent)
+}
+
+async fn send(parts: &mpsc::Sender<Part>, part: Vec<u8>) -> Result<()> {
+    match tokio::time::timeout(STALLED, parts.send(Ok(part))).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(_)) => Err(ended("the client disconnected")),
+        Err(_) => Err(ended("the client takes no data")),
+    }
+}
+
+/// Runs blocking I/O.
+pub(in crate::service) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        Err(Failure::new(ProblemCode::Internal, format!("the transfer panicked: {error}")))
+    })
+}

@@ -297,3 +297,48 @@ impl Tx<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rusqlite::Connection;
+
+    use super::super::schema;
+
+    #[test]
+    fn the_schema_rejects_writers_of_an_exported_volume_and_all_attachments_of_a_released_one() {
+        let mut connection = Connection::open_in_memory().unwrap();
+        schema::migrate(&mut connection).unwrap();
+        let volume = |id: &str| {
+            format!(
+                "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at) \
+                 VALUES ('{id}', 'p', 1, '{id}', 'ready', '{{}}', 'now');"
+            )
+        };
+        let rows = [
+            "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
+             VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);"
+                .to_owned(),
+            volume("exported"),
+            volume("released"),
+            volume("free"),
+            "INSERT INTO nodes VALUES ('n', 'h', '{}');".to_owned(),
+            "INSERT INTO exports VALUES ('e', 'exported');".to_owned(),
+            "INSERT INTO releases VALUES ('released', '/x', 1);".to_owned(),
+        ];
+        connection.execute_batch(&rows.concat()).unwrap();
+        let attach = |volume: &str, read_only: bool| {
+            let access = if read_only { "multi-node-read-only" } else { "single-node" };
+            let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
+                       VALUES (?1, ?1, 'n', ?2, ?3, 'attaching', 'now')";
+            connection
+                .execute(sql, rusqlite::params![volume, read_only, access])
+                .map_err(|error| error.to_string())
+        };
+        for (volume, read_only) in [("exported", false), ("released", false), ("released", true)] {
+            assert!(attach(volume, read_only).unwrap_err().contains("exported or released"), "{volume}");
+        }
+        for (volume, read_only) in [("exported", true), ("free", false)] {
+            assert_eq!(attach(volume, read_only), Ok(1), "{volume}");
+        }
+    }
+}

@@ -44,6 +44,7 @@ fn volume(id: &str) -> VolumeRow {
         format_token: FormatToken::random(),
         written: false,
         owner: Owner::default(),
+        origin: crate::catalog::Origin::Created,
     }
 }
 

@@ -95,7 +95,7 @@ impl Scenario {
 
     /// Creates a PersistentVolume for a volume that exists in the storage infra, and its claim in the guest's namespace of the
     /// management cluster, as the platform team would. The guest owns both. The cleanup deletes them and the volume.
-    pub async fn claim_of_volume(&self, volume: &Volume, mode: &str) -> Result<String> {
+    pub async fn claim_of_volume(&self, volume: &Volume) -> Result<String> {
         let name = self.new_management_claim();
         let labels = json!({names::LABEL_CLUSTER_ID: self.cluster_id});
         let storage = volume.capacity_bytes.to_string();
@@ -105,7 +105,7 @@ impl Scenario {
                 "annotations": {"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER},
             },
             "spec": {
-                "capacity": {"storage": storage}, "accessModes": ["ReadWriteOnce"], "volumeMode": mode,
+                "capacity": {"storage": storage}, "accessModes": ["ReadWriteOnce"],
                 "persistentVolumeReclaimPolicy": "Delete", "storageClassName": "",
                 "claimRef": {"namespace": self.namespace, "name": name},
                 "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": volume.id},
@@ -114,7 +114,7 @@ impl Scenario {
         let claim = json!({
             "metadata": {"name": name, "labels": labels},
             "spec": {
-                "accessModes": ["ReadWriteOnce"], "volumeMode": mode, "storageClassName": "", "volumeName": name,
+                "accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": name,
                 "resources": {"requests": {"storage": storage}},
             },
         });

@@ -19,7 +19,7 @@ const BYTES: usize = 3 << 20;
 /// Runs a command of the program with the operator's certificate; returns its output.
 async fn storage_infra(s: &Scenario, arguments: &[&str]) -> Result<String> {
     let infra = s.lab.state().infra.as_ref().context("no storage infra")?;
-    let mut command = command(binary(&s.lab, "storage-infra").as_os_str(), arguments);
+    let mut command = command(&binary(&s.lab, "storage-infra").display().to_string(), arguments);
     command.env("NESTOR_INFRA_URL", &infra.url);
     for (name, file) in [("CA", "ca.crt"), ("CERT", "operator.crt"), ("KEY", "operator.key")] {
         command.env(format!("NESTOR_INFRA_{name}"), infra.pki.join(file));
@@ -66,7 +66,7 @@ async fn an_export_becomes_another_volume_with_the_same_content() -> Result<()> 
 
         let imported = id(&s)?;
         storage_infra(&s, &["volume", "import", imported.as_str(), "--from", text(&file)?]).await?;
-        let claim = s.claim_of_volume(&found(&s, &imported).await?, "Block").await?;
+        let claim = s.claim_of_volume(&found(&s, &imported).await?).await?;
         let disk = s.driver.publish(&claim, &there.name).await?;
         ensure!(read(&device(&there, &disk), BYTES)? == bytes, "the import has other bytes");
         s.driver.unpublish(&claim, &there.name).await?;
@@ -89,7 +89,7 @@ async fn filesystem(at: &Path) -> Result<String> {
 /// Reads the kept file of an adopted volume in a pod of the guest.
 async fn kept(pods: &PodScenario, name: &str, volume: &Volume) -> Result<String> {
     let s = pods.scenario();
-    let claim = s.claim_of_volume(volume, "Filesystem").await?;
+    let claim = s.claim_of_volume(volume).await?;
     s.static_claim(name, &claim, json!({"capacity": {"storage": "32Mi"}})).await?;
     let bound = pods.bound_volume(name).await?;
     let pod = Script::new(name, &pods.first_node, "sha256sum < /files/kept").mount(&bound, "/files");
@@ -149,7 +149,7 @@ async fn a_released_volume_is_a_file_that_can_be_adopted_again() -> Result<()> {
         ensure!(read(Path::new(&released.path), BYTES)? == bytes, "the released file has other bytes");
         let again = s.infra.adopt(&second, &adoption(&released.path), DEADLINE).await?;
         ensure!(again.pool == pool, "{again:?}");
-        let claim = s.claim_of_volume(&again, "Block").await?;
+        let claim = s.claim_of_volume(&again).await?;
         let disk = s.driver.publish(&claim, &node.name).await?;
         ensure!(read(&device(&node, &disk), BYTES)? == bytes, "the volume has other bytes");
         let refused = s.infra.release(&second, &Release::default()).await.err().context("released")?;

@@ -63,6 +63,8 @@ async fn test_role(ui: &Ui, python: &Path, program: &Path, logs: &Path, role: Ro
     let file = fs::File::create(&output).with_context(|| format!("cannot write {}", output.display()))?;
     let mut run = command(python, &server, role);
     run.args(["--report", "json", "--report-json-path"]).arg(&report);
+    // It keeps failed requests in its working directory.
+    run.current_dir(logs);
     let _ = fs::remove_file(&report);
     let mut step = ui.step(format!("schemathesis as {role}"));
     step.message(format!("see {}", output.display()));

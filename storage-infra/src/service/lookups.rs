@@ -61,6 +61,33 @@ pub(super) fn refuse_held(tx: &Tx<'_>, id: &VolumeId, reads_only: bool) -> Resul
     }
 }
 
+/// Fails if there are attachments of a volume; `detail` says what follows, with the names of their nodes.
+pub(super) fn refuse_attached(
+    tx: &Tx<'_>,
+    id: &VolumeId,
+    attachments: &[AttachmentRow],
+    detail: impl FnOnce(&str) -> String,
+) -> Result<()> {
+    if attachments.is_empty() {
+        return Ok(());
+    }
+    let nodes = node_refs(tx, attachments)?;
+    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+    let problem = Problem::new(ProblemCode::InUse, detail(&names.join(", ")));
+    Err(problem.about(ObjectKind::Volume, id).used_by(nodes).into())
+}
+
+/// Fails while a node may write to a volume.
+pub(super) fn refuse_writers(
+    tx: &Tx<'_>,
+    id: &VolumeId,
+    detail: impl FnOnce(&str) -> String,
+) -> Result<()> {
+    let mut writers = tx.attachments(None, Some(id))?;
+    writers.retain(|attachment| !attachment.read_only);
+    refuse_attached(tx, id, &writers, detail)
+}
+
 /// References to the nodes of these attachments, with names.
 pub(super) fn node_refs(tx: &Tx<'_>, attachments: &[AttachmentRow]) -> Result<Vec<NodeRef>> {
     let name = |uuid| Ok::<_, Failure>(tx.node(uuid)?.map(|node| node.spec.name).unwrap_or_default());

@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use infra_api::{ObjectKind, Problem, ProblemCode, VolumeId};
+use infra_api::{ProblemCode, VolumeId};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::catalog::{PoolRow, Tx};
 use crate::engine::adopt::refuse_changed;
 use crate::engine::{Clearance, CopyProgress, Engine, EngineError, Method, Object, Record};
 use crate::hypervisor::DiskSource;
-use crate::service::lookups::node_refs;
+use crate::service::lookups::refuse_writers;
 use crate::service::pools::Engines;
 use crate::service::problems::{Failure, Result};
 
@@ -209,17 +209,10 @@ pub(in crate::service) fn refuse_copy_while_writable(
     volume: &VolumeId,
     why: &str,
 ) -> Result<()> {
-    let mut writers = tx.attachments(None, Some(volume))?;
-    writers.retain(|attachment| !attachment.read_only);
-    if writers.is_empty() {
-        return Ok(());
-    }
-    let nodes = node_refs(tx, &writers)?;
-    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
-    let detail = format!(
-        "the volume {volume} is attached writable to {}, and {why}, so it can only be copied block by block, which is not \
-         consistent while it is written; detach it first",
-        names.join(", ")
-    );
-    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, volume).used_by(nodes).into())
+    refuse_writers(tx, volume, |nodes| {
+        format!(
+            "the volume {volume} is attached writable to {nodes}, and {why}, so it can only be copied block by block, which is \
+             not consistent while it is written; detach it first"
+        )
+    })
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use infra_api::stream::{Encoder, Header, MAX_EXTENT};
-use infra_api::{ObjectKind, Problem, ProblemCode, ResumePoint, VolumeId, VolumeSource};
+use infra_api::{ObjectKind, Problem, ProblemCode, ResumePoint, VolumeSource};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use uuid::Uuid;
@@ -14,7 +14,7 @@ use crate::audit;
 use crate::catalog::{PoolRow, Tx};
 use crate::engine::{EngineError, Object, SourceFile};
 use crate::service::core::Core;
-use crate::service::lookups::{node_refs, refuse_held};
+use crate::service::lookups::{refuse_held, refuse_writers};
 use crate::service::problems::{Failure, Result};
 use crate::service::volumes::Source;
 
@@ -151,7 +151,13 @@ fn begin(tx: &Tx<'_>, source: &VolumeSource, export: Uuid) -> Result<Origin> {
         VolumeSource::Volume(id) => {
             let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, id))?;
             refuse_held(tx, id, true)?;
-            refuse_writers(tx, id)?;
+            // The export would be inconsistent.
+            refuse_writers(tx, id, |nodes| {
+                format!(
+                    "the volume {id} is attached to {nodes} and may change during an export; take a snapshot and export that, \
+                     or detach the volume first"
+                )
+            })?;
             if row.grow_to.is_some() {
                 let detail = format!("the volume {id} is being expanded; retry after that");
                 return Err(Problem::new(ProblemCode::Unavailable, detail)
@@ -170,23 +176,6 @@ fn begin(tx: &Tx<'_>, source: &VolumeSource, export: Uuid) -> Result<Origin> {
             Ok(Origin { pool, object, size: capacity, identity: row.family, state, has_readers: false })
         }
     }
-}
-
-/// Refuses while a node may write to the volume: the export would be inconsistent.
-fn refuse_writers(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
-    let mut writers = tx.attachments(None, Some(id))?;
-    writers.retain(|attachment| !attachment.read_only);
-    if writers.is_empty() {
-        return Ok(());
-    }
-    let nodes = node_refs(tx, &writers)?;
-    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
-    let detail = format!(
-        "the volume {id} is attached to {} and may change during an export; take a snapshot and export that, or detach the \
-         volume first",
-        names.join(", ")
-    );
-    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
 }
 
 /// A number that differs between texts.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
+use infra_api::{Change, EventKind, ProblemCode, VolumeId, VolumeState};
 
 use super::Volumes;
 use crate::audit;
 use crate::catalog::{Origin, Tx, VolumeRow};
 use crate::engine::{Clearance, Object};
-use crate::service::lookups::{node_refs, pool_of, refuse_held};
+use crate::service::lookups::{pool_of, refuse_attached, refuse_held};
 use crate::service::problems::{Failure, Result};
 
 impl Volumes {
@@ -123,11 +123,8 @@ impl Volumes {
 /// Refuses while an attachment exists, or another operation holds the volume.
 pub(super) fn refuse_used(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let attachments = tx.attachments(None, Some(id))?;
-    if attachments.is_empty() {
-        return refuse_held(tx, id, false);
-    }
-    let nodes = node_refs(tx, &attachments)?;
-    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
-    let detail = format!("the volume {id} is attached to {}; detach it first", names.join(", "));
-    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
+    refuse_attached(tx, id, &attachments, |nodes| {
+        format!("the volume {id} is attached to {nodes}; detach it first")
+    })?;
+    refuse_held(tx, id, false)
 }

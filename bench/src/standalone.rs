@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use infra_api::{
-    Client, ClientOptions, EngineKind, Labels, OnFull, Owner, Placement, PoolName, PoolSpec, Qos, Role,
-    VolumeId, VolumeSpec,
+    Client, ClientOptions, EngineKind, Labels, OnFull, PoolName, PoolSpec, Role, VolumeId, VolumeSpec,
 };
 use tempfile::TempDir;
 
@@ -69,17 +68,7 @@ impl StorageInfra {
 
     /// Creates an empty volume of 1 MiB.
     pub(crate) async fn create(&self, name: &str) -> Result<()> {
-        let spec = VolumeSpec {
-            capacity_bytes: 1 << 20,
-            limit_bytes: None,
-            placement: Placement::default(),
-            source: None,
-            qos: Qos::default(),
-            shareable: false,
-            owner: Owner::default(),
-            labels: Labels::new(),
-        };
-        self.client.put_volume(&VolumeId::new(name)?, &spec, TIMEOUT).await?;
+        self.client.put_volume(&VolumeId::new(name)?, &VolumeSpec::of_size(1 << 20), TIMEOUT).await?;
         Ok(())
     }
 

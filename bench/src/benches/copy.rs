@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use crds::names;
 use csi::proto::volume_content_source::{Type, VolumeSource};
 use csi::proto::{CreateSnapshotRequest, DeleteSnapshotRequest, VolumeContentSource};
-use infra_api::{Placement, Qos, SnapshotId, SnapshotSpec, VolumeId, VolumeSpec};
+use infra_api::{SnapshotId, SnapshotSpec, VolumeId, VolumeSpec};
 use tests::driver::new_volume;
 use tests::{Scenario, unique};
 
@@ -125,14 +125,8 @@ async fn by_the_infra(s: &Scenario, copy: Copy, source: &VolumeId) -> Result<Dur
         Copy::Clone => {
             let id = VolumeId::new(unique("bench"))?;
             let spec = VolumeSpec {
-                capacity_bytes: SIZE.unsigned_abs(),
-                limit_bytes: None,
-                placement: Placement::default(),
                 source: Some(infra_api::VolumeSource::Volume(source.clone())),
-                qos: Qos::default(),
-                shareable: false,
-                owner: Default::default(),
-                labels: Default::default(),
+                ..VolumeSpec::of_size(SIZE.unsigned_abs())
             };
             s.infra.put_volume(&id, &spec, LONGEST).await?;
             let took = start.elapsed();

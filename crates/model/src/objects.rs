@@ -10,8 +10,8 @@ use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED, FINALIZER_DETACH};
 use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
 use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision};
 use infra_api::{
-    Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Owner, Placement,
-    PoolName, ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
+    Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Owner, PoolName,
+    ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::informer::Key;
@@ -415,16 +415,7 @@ fn volume() -> VolumeRow {
         grow_to: None,
         disk_uuid: DISK,
         state: VolumeState::Ready,
-        spec: VolumeSpec {
-            capacity_bytes: 1 << 20,
-            limit_bytes: None,
-            placement: Placement::default(),
-            source: None,
-            qos: Qos::default(),
-            shareable: false,
-            owner: Owner::default(),
-            labels: Labels::new(),
-        },
+        spec: VolumeSpec::of_size(1 << 20),
         created_at: NOW.to_owned(),
         family: DISK,
         copying: false,

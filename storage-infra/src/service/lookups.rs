@@ -78,11 +78,7 @@ pub(super) fn refuse_attached(
 }
 
 /// Fails while a node may write to a volume.
-pub(super) fn refuse_writers(
-    tx: &Tx<'_>,
-    id: &VolumeId,
-    detail: impl FnOnce(&str) -> String,
-) -> Result<()> {
+pub(super) fn refuse_writers(tx: &Tx<'_>, id: &VolumeId, detail: impl FnOnce(&str) -> String) -> Result<()> {
     let mut writers = tx.attachments(None, Some(id))?;
     writers.retain(|attachment| !attachment.read_only);
     refuse_attached(tx, id, &writers, detail)

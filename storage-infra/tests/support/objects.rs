@@ -37,16 +37,7 @@ pub fn attachment(id: &str) -> AttachmentId {
 }
 
 pub fn size(bytes: u64) -> VolumeSpec {
-    VolumeSpec {
-        capacity_bytes: bytes,
-        limit_bytes: None,
-        placement: Placement::default(),
-        source: None,
-        qos: Qos::default(),
-        shareable: false,
-        owner: Owner::default(),
-        labels: Labels::new(),
-    }
+    VolumeSpec::of_size(bytes)
 }
 
 pub fn writer(id: &VolumeId, node: Uuid) -> AttachmentSpec {

@@ -117,6 +117,22 @@ pub struct VolumeSpec {
     pub labels: Labels,
 }
 
+impl VolumeSpec {
+    /// An empty volume with at least this many bytes, anywhere and without limits.
+    pub fn of_size(capacity_bytes: u64) -> Self {
+        Self {
+            capacity_bytes,
+            limit_bytes: None,
+            placement: Placement::default(),
+            source: None,
+            qos: Qos::default(),
+            shareable: false,
+            owner: Owner::default(),
+            labels: Labels::new(),
+        }
+    }
+}
+
 /// The body of `PUT /v1/volumes/{id}/size`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

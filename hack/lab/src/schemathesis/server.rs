@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use infra_api::{
     Access, Account, AttachmentSpec, BudgetSpec, Client, ClientOptions, EngineKind, Labels, NodeSpec, OnFull,
-    Owner, Placement, PoolSpec, Qos, Role, SnapshotSpec, VolumeSpec,
+    Owner, PoolSpec, Qos, Role, SnapshotSpec, VolumeSpec,
 };
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tokio::process::{Child, Command};
@@ -152,14 +152,10 @@ impl Server {
 
 fn volume(owner: Owner) -> VolumeSpec {
     VolumeSpec {
-        capacity_bytes: 4 << 20,
-        limit_bytes: None,
-        placement: Placement::default(),
-        source: None,
         qos: Qos { iops: Some(1000), bytes_per_second: None },
-        shareable: false,
         owner,
         labels: Labels::from([("claim".to_owned(), "data".to_owned())]),
+        ..VolumeSpec::of_size(4 << 20)
     }
 }
 

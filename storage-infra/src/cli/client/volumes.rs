@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use infra_api::{
-    Account, Adoption, Labels, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId,
-    VolumeSize, VolumeSource, VolumeSpec,
+    Account, Adoption, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId, VolumeSize,
+    VolumeSource, VolumeSpec,
 };
 use process_kit::duration;
 
@@ -157,14 +157,11 @@ impl NewVolumeArgs {
             zones: self.zones,
         };
         VolumeSpec {
-            capacity_bytes: bytes,
-            limit_bytes: None,
             placement,
-            source: None,
             qos: self.qos.into(),
             shareable: self.shareable,
             owner: self.owner.into(),
-            labels: Labels::new(),
+            ..VolumeSpec::of_size(bytes)
         }
     }
 }

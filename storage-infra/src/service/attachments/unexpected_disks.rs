@@ -256,16 +256,7 @@ mod tests {
     use crate::service::records::volume_record;
 
     fn found() -> Found {
-        let spec = VolumeSpec {
-            capacity_bytes: 1,
-            limit_bytes: None,
-            placement: Default::default(),
-            source: None,
-            qos: Qos::default(),
-            shareable: false,
-            owner: Default::default(),
-            labels: Labels::new(),
-        };
+        let spec = VolumeSpec::of_size(1);
         let disk_uuid = Uuid::from_u128(7);
         let volume = VolumeRow {
             id: VolumeId::new("v").unwrap(),

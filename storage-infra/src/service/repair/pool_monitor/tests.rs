@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use infra_api::{EngineKind, FormatToken, Labels, OnFull, Owner, Placement, PoolSpec, Qos, VolumeSpec};
+use infra_api::{EngineKind, FormatToken, Labels, OnFull, Owner, PoolSpec, Qos, VolumeSpec};
 use tempfile::TempDir;
 use uuid::Uuid;
 
@@ -18,16 +18,6 @@ struct Site {
 }
 
 fn volume(id: &str) -> VolumeRow {
-    let spec = VolumeSpec {
-        capacity_bytes: 4096,
-        limit_bytes: None,
-        placement: Placement::default(),
-        source: None,
-        qos: Qos::default(),
-        shareable: false,
-        owner: Owner::default(),
-        labels: Labels::new(),
-    };
     VolumeRow {
         id: VolumeId::new(id).unwrap(),
         pool: PoolName::new("p").unwrap(),
@@ -35,7 +25,7 @@ fn volume(id: &str) -> VolumeRow {
         grow_to: None,
         disk_uuid: Uuid::new_v4(),
         state: VolumeState::Ready,
-        spec,
+        spec: VolumeSpec::of_size(4096),
         created_at: String::new(),
         family: Uuid::new_v4(),
         copying: false,

@@ -59,6 +59,7 @@ const RETRY_SPREAD: Duration = Duration::from_secs(1);
 pub struct Worker<K> {
     controller: &'static str,
     pushed: mpsc::UnboundedReceiver<Pushed<K>>,
+    pace: Option<Pace>,
 }
 
 /// When to process a key again.
@@ -114,7 +115,7 @@ impl<K> Queue<K> {
     pub fn worker(&self, controller: &'static str) -> Worker<K> {
         let (sender, pushed) = mpsc::unbounded_channel();
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
-        Worker { controller, pushed }
+        Worker { controller, pushed, pace: None }
     }
 
     fn send(&self, pushed: Pushed<K>) {
@@ -141,44 +142,17 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         self.run_fair(parallel, retry, stop, |_| Key::cluster(""), work).await;
     }
 
-    /// Like [`Self::run`], but a key starts only when the pace allows it. Pushes of a waiting key are merged.
-    pub async fn run_paced<Work, Working, Error>(
-        self,
-        parallel: usize,
-        retry: Retry,
-        pace: &Pace,
-        stop: CancellationToken,
-        work: Work,
-    ) where
-        Work: Fn(K) -> Working,
-        Working: Future<Output = Result<NextAction, Error>>,
-        Error: Display,
-    {
-        self.run_all(parallel, retry, Some(pace), stop, |_| Key::cluster(""), work).await;
+    /// With a pace, a key starts only when that allows it. Pushes of a waiting key are merged.
+    pub fn paced(mut self, pace: Pace) -> Self {
+        self.pace = Some(pace);
+        self
     }
 
     /// Like [`Self::run`], but with fair queuing: `flow` returns the flow of a key.
     pub async fn run_fair<Flow, Work, Working, Error>(
-        self,
-        parallel: usize,
-        retry: Retry,
-        stop: CancellationToken,
-        flow: Flow,
-        work: Work,
-    ) where
-        Flow: Fn(&K) -> Key,
-        Work: Fn(K) -> Working,
-        Working: Future<Output = Result<NextAction, Error>>,
-        Error: Display,
-    {
-        self.run_all(parallel, retry, None, stop, flow, work).await;
-    }
-
-    async fn run_all<Flow, Work, Working, Error>(
         mut self,
         parallel: usize,
         retry: Retry,
-        pace: Option<&Pace>,
         stop: CancellationToken,
         flow: Flow,
         work: Work,
@@ -197,7 +171,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
             }
             let mut delay = None;
             while running.len() < parallel && !stop.is_cancelled() {
-                delay = pace.and_then(|pace| pace.delay(state.ready_since()?, running.len()));
+                delay = self.pace.as_ref().and_then(|pace| pace.delay(state.ready_since()?, running.len()));
                 if delay.is_some() {
                     break;
                 }
@@ -212,7 +186,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                 () = stop.cancelled() => break,
                 Some(pushed) = self.pushed.recv() => state.take(pushed),
                 Some(key) = state.delayed.next() => state.push(key),
-                Some(()) = paced(pace, delay) => {}
+                Some(()) = paced(self.pace.as_ref(), delay) => {}
                 Some((key, started, span, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {

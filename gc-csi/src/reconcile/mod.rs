@@ -270,8 +270,10 @@ impl Started {
         }
 
         let _reset = ResetOnDrop([&self.abnormal, &self.outliving]);
-        let (conditions, records) =
-            (queues.conditions.worker("claim-conditions"), queues.records.worker("consumer-records"));
+        let (conditions, records) = (
+            queues.conditions.worker("claim-conditions").paced(self.pace.clone()),
+            queues.records.worker("consumer-records"),
+        );
         let (pending_claims, owner_refs_queue, zone_labels) = (
             queues.pending_claims.worker("abandoned-claims"),
             queues.owner_refs.worker("owner-refs"),
@@ -288,13 +290,8 @@ impl Started {
             let volume_conditions = &volume_conditions;
             async move { volume_conditions.reconcile(&handle).await }
         };
-        let updating_conditions = conditions.run_paced(
-            CONDITIONS_WORKERS,
-            Retry::default(),
-            &self.pace,
-            stop.clone(),
-            update_conditions,
-        );
+        let updating_conditions =
+            conditions.run(CONDITIONS_WORKERS, Retry::default(), stop.clone(), update_conditions);
         let abandoned_claims = abandoned_claims::AbandonedClaims::new(guest.clone(), management.clone());
         let deleting_abandoned = pending_claims.run(WORKERS, Retry::default(), stop.clone(), |claim| {
             let abandoned_claims = &abandoned_claims;

@@ -100,7 +100,7 @@ async fn paced_keys_wait_for_a_call_and_pushes_meanwhile_are_merged() {
             }
             async { Ok::<_, String>(NextAction::AwaitChange) }
         };
-        worker.run_paced(4, Retry::default(), &at, done.clone(), work).await;
+        worker.paced(at).run(4, Retry::default(), done.clone(), work).await;
     });
     let started = Instant::now();
     for key in [1, 2, 1, 2] {
@@ -140,7 +140,7 @@ async fn paced_keys_are_processed_within_the_maximum_delay_while_calls_never_pau
             Ok::<_, String>(NextAction::AwaitChange)
         }
     };
-    worker.run_paced(4, Retry::default(), &pace, stop, work).await;
+    worker.paced(pace).run(4, Retry::default(), stop, work).await;
     calling.abort();
     assert_eq!(worked.load(Ordering::SeqCst), 400);
     // Timers have a resolution of one millisecond.

@@ -36,7 +36,7 @@ mod loop_nodes;
 mod oci;
 pub mod package;
 pub mod pki;
-mod ports;
+pub mod ports;
 pub mod process;
 pub mod ready;
 pub mod release;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use uuid::Uuid;
 
 /// Below the kernel's usual ephemeral range (32768 and up), so that no outgoing connection takes one in between.
@@ -12,6 +12,12 @@ const RANGE: std::ops::Range<u16> = 20_000..32_000;
 
 /// Ports that this process has allocated: a component binds its port later, and again after each restart.
 static ALLOCATED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+
+/// The port at the end of a URL.
+pub fn of_url(url: &str) -> Result<u16> {
+    let port = url.trim_end_matches('/').rsplit(':').next().and_then(|port| port.parse().ok());
+    port.with_context(|| format!("no port in {url}"))
+}
 
 /// Allocates `count` different free ports that this process has not allocated before. They are drawn at random, so that
 /// two labs that start at the same time do not get the same ones.
@@ -34,4 +40,16 @@ pub fn free(count: usize) -> Result<Vec<u16>> {
         }
     }
     bail!("no {count} free TCP ports on 127.0.0.1 between {} and {}", RANGE.start, RANGE.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::of_url;
+
+    #[test]
+    fn the_port_of_a_url_is_found() {
+        assert_eq!(of_url("https://127.0.0.1:8443").unwrap(), 8443);
+        assert_eq!(of_url("http://127.0.0.1:2379/").unwrap(), 2379);
+        assert!(of_url("https://example.com").is_err());
+    }
 }

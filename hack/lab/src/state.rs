@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::deployed::Deployment;
@@ -109,14 +108,6 @@ pub struct Infra {
     pub libvirt_uri: String,
     /// mgmt-csi's socket.
     pub mgmt_socket: PathBuf,
-}
-
-impl Infra {
-    /// The port of its API on this host's loopback.
-    pub fn port(&self) -> Result<u16> {
-        let port = self.url.rsplit(':').next().and_then(|port| port.parse().ok());
-        port.with_context(|| format!("no port in {}", self.url))
-    }
 }
 
 /// A libvirt VM.

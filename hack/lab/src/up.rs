@@ -13,7 +13,7 @@ use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
 use crate::ui::Ui;
 use crate::vm::{self, Payload, libvirtd};
-use crate::{drivers, infra, kubeconfig, virtual_machines};
+use crate::{drivers, infra, kubeconfig, ports, virtual_machines};
 
 /// The guest that all VMs belong to.
 const VM_GUEST: &str = "g1";
@@ -248,7 +248,7 @@ async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
     let mut to_host: Vec<u16> = plan.guests.iter().map(|guest| guest.plane.api_port()).collect();
     if plan.vms.iter().any(|(_, machine)| machine.guest == MANAGEMENT) {
         let infra = run.state()?.infra.context("no storage infra")?;
-        to_host.extend([plan.management.api_port(), infra.port()?]);
+        to_host.extend([plan.management.api_port(), ports::of_url(&infra.url)?]);
     }
     let to_vms: Vec<u16> = plan.vms.iter().map(|(_, machine)| machine.kubelet_port).collect();
     vm::network::start(run, &to_host, &to_vms).await

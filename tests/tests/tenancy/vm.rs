@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use futures::future::BoxFuture;
+use lab::ports::of_url;
 use tests::pods::{PodScenario, Script};
 
 use super::attempt::Outcome::Refused;
@@ -38,12 +39,6 @@ pub(super) fn attempts() -> Vec<Attempt<VmAct>> {
         ),
         attempt("find the disk of another VM", |pods| Box::pin(find_the_disk(pods)), Refused(By::Hypervisor)),
     ]
-}
-
-/// The port at the end of a URL.
-fn port(url: &str) -> Result<u16> {
-    let port = url.trim_end_matches('/').rsplit(':').next().context("no port")?;
-    port.parse().with_context(|| format!("no port in {url}"))
 }
 
 /// Runs a script in the first VM that prints `refused`, or what it got.
@@ -87,12 +82,12 @@ async fn connect_to_host(pods: &PodScenario, port: u16) -> Result<Seen> {
 
 async fn infra(pods: &PodScenario) -> Result<Seen> {
     let infra = pods.scenario().lab.state().infra.as_ref().context("the lab has no storage infra")?;
-    connect_to_host(pods, infra.port()?).await
+    connect_to_host(pods, of_url(&infra.url)?).await
 }
 
 async fn management_api(pods: &PodScenario) -> Result<Seen> {
     let cluster = pods.scenario().lab.state().management.as_ref().context("no management cluster")?;
-    connect_to_host(pods, port(&cluster.server)?).await
+    connect_to_host(pods, of_url(&cluster.server)?).await
 }
 
 async fn kubelet(pods: &PodScenario) -> Result<Seen> {
@@ -105,7 +100,7 @@ async fn etcd(pods: &PodScenario) -> Result<Seen> {
     let cluster = &state.management.as_ref().context("no management cluster")?.name;
     let etcd = state.components.get(&format!("{cluster}-etcd")).context("no etcd")?;
     let flag = etcd.argv.iter().find_map(|argument| argument.strip_prefix("--listen-client-urls="));
-    connect_to_host(pods, port(flag.context("etcd has no client URL")?)?).await
+    connect_to_host(pods, of_url(flag.context("etcd has no client URL")?)?).await
 }
 
 /// Looks for a disk that is attached to the second VM.
@@ -125,11 +120,4 @@ async fn find_the_disk(pods: &PodScenario) -> Result<Seen> {
     let output = output?;
     let is_refused = output.lines().last() == Some("refused");
     Ok(if is_refused { Seen::Refused(By::Hypervisor, output) } else { Seen::Permitted })
-}
-
-#[test]
-fn the_port_of_a_url_is_found() {
-    assert_eq!(port("https://127.0.0.1:8443").unwrap(), 8443);
-    assert_eq!(port("http://127.0.0.1:2379/").unwrap(), 2379);
-    assert!(port("https://example.com").is_err());
 }

@@ -24,9 +24,10 @@ const RUN: [&str; 13] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 16] = [
+const NOT_RUN: [(&str, &str); 17] = [
     ("CONTRIBUTING.md", "fuzzes for an hour, and fetches the list of advisories"),
     ("README.md", "starts labs of its own"),
+    ("docs/decisions/fuzzing.md", "fuzzes for an hour"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
     ("docs/guides/console.md", "presupposes the chart in pods; the module console runs the program"),

@@ -108,6 +108,8 @@ reasons! {
         NodeNotRunning,
         /// The VM has the maximum number of disks.
         TooManyDisks,
+        /// The platform team suspended the volume or its pool.
+        VolumeSuspended,
         /// The storage infra considers the request invalid.
         AttachRefused,
         /// The attach failed; its result may be unknown.

@@ -226,6 +226,14 @@ mod debug {
             hypervisor_effect("resume", self.0.resume(node)).await
         }
 
+        async fn pause(&self, node: Uuid) -> hypervisor::Result<()> {
+            hypervisor_effect("pause", self.0.pause(node)).await
+        }
+
+        async fn unpause(&self, node: Uuid) -> hypervisor::Result<()> {
+            hypervisor_effect("unpause", self.0.unpause(node)).await
+        }
+
         async fn power_off(&self, node: Uuid) -> hypervisor::Result<()> {
             hypervisor_effect("power_off", self.0.power_off(node)).await
         }

@@ -4,7 +4,9 @@
 //! limit of the supported filesystems is that of ext4: one block of 4 KiB for all attributes of a file. These bounds
 //! keep every record below it, so no request fails because of its length after space was reserved for it.
 
-use crate::model::{BudgetSpec, Labels, NodeSpec, Owner, Placement, PoolSpec, SnapshotSpec, VolumeSpec};
+use crate::model::{
+    BudgetSpec, Labels, NodeSpec, Owner, Placement, PoolSpec, SnapshotSpec, SuspensionSpec, VolumeSpec,
+};
 use crate::problem::{Problem, ProblemCode};
 
 /// Maximum number of zones in one request.
@@ -19,6 +21,8 @@ pub const MAX_LABELS: usize = 780;
 pub const MAX_CLASS: usize = 253;
 /// Maximum length of a node's name in bytes, that of a Kubernetes object's name.
 pub const MAX_NODE_NAME: usize = 253;
+/// Maximum length of the reason of a suspension in bytes.
+pub const MAX_SUSPENSION_REASON: usize = 256;
 /// Highest QoS limit, that of QEMU.
 pub const MAX_QOS: u64 = 1_000_000_000_000_000;
 
@@ -109,6 +113,18 @@ impl PoolSpec {
     }
 }
 
+impl SuspensionSpec {
+    /// Fails if the reason is empty or exceeds its bound.
+    pub fn check_bounds(&self) -> Checked {
+        if self.reason.trim().is_empty() {
+            return Err(OutOfBounds(
+                "reason is empty; say why, for those who find the volumes suspended".into(),
+            ));
+        }
+        at_most("reason", self.reason.len(), MAX_SUSPENSION_REASON, "bytes", "use a shorter one")
+    }
+}
+
 impl NodeSpec {
     /// Fails if a field that is recorded with the node's attached volumes exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
@@ -140,5 +156,13 @@ mod tests {
         let pool_labels = Labels::from([("key".to_owned(), "\u{1}".repeat(160))]);
         let labels = refused(Placement { pool_labels, ..Placement::default() });
         assert!(labels.contains("placement.poolLabels has 970 bytes as JSON"), "{labels}");
+    }
+    #[test]
+    fn a_suspension_has_a_reason_of_bounded_length() {
+        let spec = |reason: &str| SuspensionSpec { reason: reason.into(), pause_nodes: false };
+        spec("disk sdb reports errors").check_bounds().unwrap();
+        assert!(spec(" ").check_bounds().unwrap_err().to_string().contains("reason is empty"));
+        let long = spec(&"r".repeat(257)).check_bounds().unwrap_err().to_string();
+        assert!(long.contains("reason has 257 bytes, the maximum is 256"), "{long}");
     }
 }

@@ -20,7 +20,8 @@ pub mod stream;
 
 pub use account::{Account, InvalidAccount};
 pub use bounds::{
-    MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME, MAX_QOS, MAX_ZONE, MAX_ZONES, OutOfBounds,
+    MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME, MAX_QOS, MAX_SUSPENSION_REASON, MAX_ZONE,
+    MAX_ZONES, OutOfBounds,
 };
 pub use certificates::Expiry;
 pub use client::{Client, ClientError, ClientOptions, InfraArgs};

@@ -32,6 +32,8 @@ pub enum ProblemCode {
     NodeNotRunning,
     /// The virtual machine has no free slot for another disk. 409.
     TooManyDisks,
+    /// The volume or its pool is suspended: it must not be used until it is resumed. 409.
+    Suspended,
     /// A pool or hypervisor cannot be reached or did not finish in time; the operation may have taken effect. Retry.
     /// 503.
     Unavailable,
@@ -50,7 +52,7 @@ impl ProblemCode {
             Self::Forbidden => 403,
             Self::NotFound => 404,
             Self::Ended => 410,
-            Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks => 409,
+            Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks | Self::Suspended => 409,
             Self::OutOfSpace | Self::OverBudget => 507,
             Self::Unavailable | Self::ReadOnly => 503,
             Self::Internal => 500,
@@ -72,6 +74,7 @@ impl ProblemCode {
             | Self::OverBudget
             | Self::NodeNotRunning
             | Self::TooManyDisks
+            | Self::Suspended
             | Self::ReadOnly => false,
         }
     }
@@ -89,6 +92,7 @@ impl ProblemCode {
             Self::OverBudget => "over-budget",
             Self::NodeNotRunning => "node-not-running",
             Self::TooManyDisks => "too-many-disks",
+            Self::Suspended => "suspended",
             Self::Unavailable => "unavailable",
             Self::ReadOnly => "read-only",
             Self::Internal => "internal",
@@ -108,6 +112,7 @@ impl ProblemCode {
             Self::OverBudget => "The budget of the account does not allow it",
             Self::NodeNotRunning => "The virtual machine is not running",
             Self::TooManyDisks => "The virtual machine has no free slot for another disk",
+            Self::Suspended => "The volume or its pool is suspended",
             Self::Unavailable => "The infrastructure cannot be reached or has not finished",
             Self::ReadOnly => "The storage is read-only",
             Self::Internal => "Internal server error",
@@ -172,6 +177,8 @@ pub enum Rejection {
     Unhealthy,
     /// An operator cordoned the pool.
     Cordoned,
+    /// An operator suspended the pool.
+    Suspended,
     /// The pool has too little free space after reservations.
     TooSmall,
     /// The pool lacks a label that the request selects on.
@@ -191,6 +198,7 @@ impl fmt::Display for Rejection {
             Self::NotNamed => "not the requested pool",
             Self::Unhealthy => "unhealthy",
             Self::Cordoned => "cordoned",
+            Self::Suspended => "suspended",
             Self::TooSmall => "too little free space",
             Self::Labels => "labels do not match",
             Self::Zone => "in another zone",

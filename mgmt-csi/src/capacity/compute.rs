@@ -51,6 +51,7 @@ pub(super) fn desired(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entr
 fn takes(pool: &Pool, placement: &Placement, zone: Option<&str>) -> bool {
     pool.healthy
         && !pool.cordoned
+        && pool.suspension.is_none()
         && placement.pool.as_ref().is_none_or(|name| *name == pool.name)
         && placement.pool_labels.iter().all(|(key, value)| pool.labels.get(key) == Some(value))
         && zone_of(pool).is_none_or(|own| Some(own) == zone)

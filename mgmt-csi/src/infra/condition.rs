@@ -21,6 +21,7 @@ fn for_guest(cause: Option<ConditionCause>) -> &'static str {
         }
         Some(ConditionCause::DiskLost) => "the disk disappeared from a running VM",
         Some(ConditionCause::UnexpectedDisk) => "a VM has the disk without an attachment",
+        Some(ConditionCause::Suspended) => "the platform team suspended the volume",
         Some(ConditionCause::Other) | None => "the volume is not healthy",
     }
 }

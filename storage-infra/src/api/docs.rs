@@ -8,7 +8,7 @@ use serde_json::Value;
 use utoipa::OpenApi;
 
 use super::documentation::{ClientCertificates, Errors, Integers, RequestIds};
-use super::{budgets, events, handlers, transfers};
+use super::{budgets, events, handlers, suspensions, transfers};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -41,6 +41,10 @@ use super::{budgets, events, handlers, transfers};
         transfers::export_snapshot,
         transfers::adopt_volume,
         transfers::release_volume,
+        suspensions::suspend_volume,
+        suspensions::resume_volume,
+        suspensions::suspend_pool,
+        suspensions::resume_pool,
         budgets::put_budget,
         budgets::list_budgets,
         budgets::get_budget,

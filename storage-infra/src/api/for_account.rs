@@ -81,6 +81,9 @@ fn text(code: ProblemCode) -> &'static str {
             "the pool of the volume has too little free space for the snapshot: ask the platform team for space"
         }
         ProblemCode::Unavailable => "the storage infra could not complete the request now: repeat it",
+        ProblemCode::Suspended => {
+            "the platform team suspended the volume: ask them when it can be used again"
+        }
         ProblemCode::ReadOnly => "the storage is read-only at present: repeat the request later",
         ProblemCode::Internal
         | ProblemCode::Invalid
@@ -118,6 +121,7 @@ mod tests {
             ProblemCode::OutOfSpace,
             ProblemCode::Unavailable,
             ProblemCode::ReadOnly,
+            ProblemCode::Suspended,
             ProblemCode::Internal,
         ] {
             let shown = without_others(problem(code));

@@ -12,6 +12,7 @@ mod handlers;
 mod objects;
 mod ops;
 mod roles;
+mod suspensions;
 mod transfers;
 mod view;
 
@@ -60,6 +61,11 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
         .route("/v1/volumes/{id}/data", put(transfers::import_volume).get(transfers::export_volume))
         .route("/v1/volumes/{id}/adoption", put(transfers::adopt_volume))
         .route("/v1/volumes/{id}/release", put(transfers::release_volume))
+        .route(
+            "/v1/volumes/{id}/suspension",
+            put(suspensions::suspend_volume).delete(suspensions::resume_volume),
+        )
+        .route("/v1/pools/{name}/suspension", put(suspensions::suspend_pool).delete(suspensions::resume_pool))
         .route("/v1/snapshots/{id}/data", get(transfers::export_snapshot))
         .route("/v1/budgets", get(budgets::list_budgets))
         .route(

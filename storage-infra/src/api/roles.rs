@@ -26,6 +26,10 @@ pub(super) enum Operation {
     ExportSnapshot,
     AdoptVolume,
     ReleaseVolume,
+    SuspendVolume,
+    ResumeVolume,
+    SuspendPool,
+    ResumePool,
     ListBudgets,
     GetBudget,
     PutBudget,
@@ -53,7 +57,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 41] = [
+const ROUTES: [(&str, &str, Operation); 45] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -71,6 +75,10 @@ const ROUTES: [(&str, &str, Operation); 41] = [
     ("GET", "/v1/volumes/{id}/data", ExportVolume),
     ("PUT", "/v1/volumes/{id}/adoption", AdoptVolume),
     ("PUT", "/v1/volumes/{id}/release", ReleaseVolume),
+    ("PUT", "/v1/volumes/{id}/suspension", SuspendVolume),
+    ("DELETE", "/v1/volumes/{id}/suspension", ResumeVolume),
+    ("PUT", "/v1/pools/{name}/suspension", SuspendPool),
+    ("DELETE", "/v1/pools/{name}/suspension", ResumePool),
     ("GET", "/v1/budgets", ListBudgets),
     ("GET", "/v1/budgets/{account}", GetBudget),
     ("PUT", "/v1/budgets/{account}", PutBudget),
@@ -115,7 +123,8 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
-        PutPool | DeletePool | DeleteSavedState | DeleteHost => &[Role::Operator],
+        PutPool | DeletePool | DeleteSavedState | DeleteHost | SuspendVolume | ResumeVolume | SuspendPool
+        | ResumePool => &[Role::Operator],
         PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | AdoptVolume
         | ReleaseVolume => &[Role::Operator],
     };

@@ -15,6 +15,7 @@ mod records;
 mod revisions;
 mod schema;
 mod snapshots;
+mod suspensions;
 mod transfers;
 mod volumes;
 
@@ -29,6 +30,7 @@ pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
 pub use snapshots::SnapshotRow;
+pub use suspensions::{AllSuspensions, Suspended};
 pub use transfers::{AdoptionMethod, AdoptionRow, Hold, ImportRow, ReleaseRow};
 pub use volumes::{Origin, Reservation, VolumeRow};
 
@@ -333,6 +335,7 @@ mod tests {
                         on_full: infra_api::OnFull::default(),
                     },
                     marked: true,
+                    suspension: None,
                 })?;
                 tx.insert_volume(&volume)?;
                 for uuid in nodes {

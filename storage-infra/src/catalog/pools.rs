@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use infra_api::{PoolName, PoolSpec};
+use infra_api::{PoolName, PoolSpec, Suspension};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -20,14 +20,20 @@ pub struct PoolRow {
     pub spec: PoolSpec,
     /// Whether the marker file was written.
     pub marked: bool,
+    /// Its suspension.
+    pub suspension: Option<Suspension>,
 }
 
 const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full";
+/// Pools with their suspensions.
+const POOLS: &str = "pools LEFT JOIN suspended_pools ON pool = name";
+const SUSPENSION: &str = "reason, since";
 
 fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
     let (name, uuid, engine): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
     let (cordoned, marked, on_full): (bool, bool, String) = (row.get(5)?, row.get(6)?, row.get(7)?);
+    let (reason, since): (Option<String>, Option<String>) = (row.get(8)?, row.get(9)?);
     Ok((|| {
         Ok(PoolRow {
             name: parse("pools.name", &name)?,
@@ -40,6 +46,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
                 on_full: from_word("pools.on_full", &on_full)?,
             },
             marked,
+            suspension: reason.zip(since).map(|(reason, since)| Suspension { reason, since }),
         })
     })())
 }
@@ -48,7 +55,7 @@ impl Tx<'_> {
     /// Reads one pool.
     pub fn pool(&self, name: &PoolName) -> Result<Option<PoolRow>> {
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM pools WHERE name = ?1"))?
+            .prepare_cached(&format!("SELECT {COLUMNS}, {SUSPENSION} FROM {POOLS} WHERE name = ?1"))?
             .query_row([name.as_str()], read)
             .optional()?
             .transpose()
@@ -57,7 +64,7 @@ impl Tx<'_> {
     /// Reads all pools, ordered by name.
     pub fn pools(&self) -> Result<Vec<PoolRow>> {
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM pools ORDER BY name"))?
+            .prepare_cached(&format!("SELECT {COLUMNS}, {SUSPENSION} FROM {POOLS} ORDER BY name"))?
             .query_map([], read)?
             .map(|row| row?)
             .collect()

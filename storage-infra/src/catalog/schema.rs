@@ -4,6 +4,7 @@ use rusqlite::Connection;
 
 use super::CatalogError;
 use super::budgets::ACCOUNTS;
+use super::suspensions::SUSPENSIONS;
 use super::transfers::TRANSFERS;
 
 /// Each entry migrates the schema from its index to the next version. The SQL of released entries is never changed.
@@ -19,6 +20,7 @@ const MIGRATIONS: &[&str] = &[
     REVISIONS,
     ACCOUNTS,
     TRANSFERS,
+    SUSPENSIONS,
 ];
 
 const FIRST: &str = "

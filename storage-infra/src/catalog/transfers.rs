@@ -3,12 +3,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use infra_api::VolumeId;
 use infra_api::stream::{Checksum, Position};
+use infra_api::{ProblemCode, Suspension, VolumeId};
 use rusqlite::{OptionalExtension, Row, params};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::suspensions::Suspended;
 use super::{CatalogError, Result, Tx, from_word, parse};
 
 pub(super) const TRANSFERS: &str = "
@@ -59,14 +60,32 @@ pub enum Hold {
     Export,
     /// It is being released to this path: it must not be used.
     Release(PathBuf),
+    /// It is suspended, by itself or with its pool: it must be neither attached nor changed.
+    Suspended(Suspended, Suspension),
 }
 
 impl Hold {
     /// Whether it allows operations that read the volume only.
     pub fn allows_reading(&self) -> bool {
         match self {
-            Self::Export => true,
+            Self::Export | Self::Suspended(..) => true,
             Self::Release(_) => false,
+        }
+    }
+
+    /// Whether it allows this kind of attachment.
+    pub fn allows_attaching(&self, read_only: bool) -> bool {
+        match self {
+            Self::Export => read_only,
+            Self::Release(_) | Self::Suspended(..) => false,
+        }
+    }
+
+    /// The code of a request that it does not allow.
+    pub fn code(&self, otherwise: ProblemCode) -> ProblemCode {
+        match self {
+            Self::Suspended(..) => ProblemCode::Suspended,
+            Self::Export | Self::Release(_) => otherwise,
         }
     }
 }
@@ -76,6 +95,17 @@ impl fmt::Display for Hold {
         match self {
             Self::Export => f.write_str("is being exported; retry after the export, or end it"),
             Self::Release(path) => write!(f, "is being released to {}; retry", path.display()),
+            Self::Suspended(Suspended::Volume(id), Suspension { reason, since }) => {
+                write!(
+                    f,
+                    "is suspended since {since}: {reason}; run storage-infra volume resume {id} to use it again"
+                )
+            }
+            Self::Suspended(Suspended::Pool(pool), Suspension { reason, since }) => write!(
+                f,
+                "is in the pool {pool}, which is suspended since {since}: {reason}; run storage-infra pool resume {pool} to use \
+                 it again"
+            ),
         }
     }
 }
@@ -166,6 +196,9 @@ impl Tx<'_> {
     pub fn hold(&self, volume: &VolumeId) -> Result<Option<Hold>> {
         if let Some(release) = self.release(volume)? {
             return Ok(Some(Hold::Release(release.path)));
+        }
+        if let Some(suspended) = self.suspended_hold(volume)? {
+            return Ok(Some(suspended));
         }
         let sql = "SELECT 1 FROM exports WHERE volume = ?1 LIMIT 1";
         let exported = self.0.prepare_cached(sql)?.exists([volume.as_str()])?;

@@ -38,11 +38,20 @@ fn dash(text: String) -> String {
     if text.is_empty() { "-".into() } else { text }
 }
 
+/// Whether a pool accepts new volumes, as far as operators decide.
+fn placement_state(pool: &Pool) -> &'static str {
+    match (&pool.suspension, pool.cordoned) {
+        (Some(_), _) => "no (suspended)",
+        (None, true) => "no (cordoned)",
+        (None, false) => "yes",
+    }
+}
+
 impl Row for Pool {
     const HEADER: &'static [&'static str] = &[
         "NAME",
         "HEALTHY",
-        "CORDONED",
+        "ACCEPTS VOLUMES",
         "CAPACITY",
         "RESERVED",
         "FREE",
@@ -57,7 +66,7 @@ impl Row for Pool {
         vec![
             self.name.to_string(),
             self.healthy.to_string(),
-            self.cordoned.to_string(),
+            placement_state(self).to_owned(),
             show(self.capacity_bytes),
             show(self.reserved_bytes),
             show(self.free_bytes),

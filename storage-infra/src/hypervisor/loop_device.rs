@@ -437,6 +437,16 @@ impl Hypervisor for LoopDevices {
         Ok(())
     }
 
+    async fn pause(&self, node: Uuid) -> Result<()> {
+        Err(HypervisorError::Refused(format!(
+            "{node} is this host, which cannot be paused: stop what uses the disk, and detach it"
+        )))
+    }
+
+    async fn unpause(&self, _: Uuid) -> Result<()> {
+        Ok(())
+    }
+
     async fn power_off(&self, node: Uuid) -> Result<()> {
         let (file, fresh) = (self.state_file(node), self.root.join(format!("{INCOMPLETE_PREFIX}{node}")));
         // Atomic: concurrent readers see either the old or the new state.

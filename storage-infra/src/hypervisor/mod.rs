@@ -212,6 +212,13 @@ pub trait Hypervisor: Send + Sync {
     /// other virtual machine.
     async fn resume(&self, node: Uuid) -> Result<()>;
 
+    /// Pauses a virtual machine, and returns when its CPUs and its I/O have stopped. Succeeds if it is paused; fails with
+    /// [`HypervisorError::NotRunning`] if it does not run.
+    async fn pause(&self, node: Uuid) -> Result<()>;
+
+    /// Resumes a virtual machine that was paused on request. Does nothing to any other virtual machine.
+    async fn unpause(&self, node: Uuid) -> Result<()>;
+
     /// Powers a virtual machine off without shutting down its operating system, and returns when live state shows that.
     /// Succeeds if it is off.
     async fn power_off(&self, node: Uuid) -> Result<()>;

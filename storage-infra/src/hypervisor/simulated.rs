@@ -214,6 +214,14 @@ impl Hypervisor for Simulated {
         Ok(())
     }
 
+    async fn pause(&self, _: Uuid) -> Result<()> {
+        Ok(())
+    }
+
+    async fn unpause(&self, _: Uuid) -> Result<()> {
+        Ok(())
+    }
+
     async fn power_off(&self, node: Uuid) -> Result<()> {
         let (dir, file) = (self.dir(node), self.dir(node).join(OFF));
         fs::create_dir_all(&dir).and_then(|()| fs::write(&file, "")).map_err(uncertain("write", &file))

@@ -15,6 +15,8 @@ pub struct Candidate {
     pub healthy: bool,
     /// Whether it takes no new volumes.
     pub cordoned: bool,
+    /// Whether it is suspended.
+    pub suspended: bool,
     /// Free capacity after reservations.
     pub free_bytes: u64,
     /// Anti-affinity groups with a volume in this pool.
@@ -73,6 +75,7 @@ fn rejection(pool: &Candidate, bytes: u64, requested: &Placement) -> Option<Reje
         (Rejection::NotNamed, requested.pool.as_ref().is_none_or(|name| *name == pool.name)),
         (Rejection::Unhealthy, pool.healthy),
         (Rejection::Cordoned, !pool.cordoned),
+        (Rejection::Suspended, !pool.suspended),
         (Rejection::TooSmall, pool.free_bytes >= bytes),
         (Rejection::Labels, labels_fit(&pool.labels, &requested.pool_labels)),
         (Rejection::Zone, zone_rank(&pool.labels, &requested.zones).is_some()),
@@ -163,6 +166,7 @@ mod tests {
             labels: Labels::new(),
             healthy: true,
             cordoned: false,
+            suspended: false,
             free_bytes: free,
             groups: Vec::new(),
         }

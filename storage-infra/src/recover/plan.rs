@@ -88,6 +88,7 @@ impl Plan {
                 on_full: record.on_full,
             },
             marked: true,
+            suspension: None,
         });
         self.revision = self.revision.max(record.revision);
         if let Some(server) = &scan.served_by {

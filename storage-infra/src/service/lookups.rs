@@ -54,7 +54,7 @@ pub(super) fn refuse_held(tx: &Tx<'_>, id: &VolumeId, reads_only: bool) -> Resul
     match tx.hold(id)? {
         Some(hold) if !(reads_only && hold.allows_reading()) => {
             let detail = format!("the volume {id} {hold}");
-            let code = if reads_only { ProblemCode::Unavailable } else { ProblemCode::InUse };
+            let code = hold.code(if reads_only { ProblemCode::Unavailable } else { ProblemCode::InUse });
             Err(Problem::new(code, detail).about(ObjectKind::Volume, id).into())
         }
         _ => Ok(()),

@@ -22,6 +22,7 @@
 //! | `nodes` | registered nodes |
 //! | `volumes`, `snapshots` | create, change, delete |
 //! | `transfers` | exports and imports: streams of the content of volumes |
+//! | `suspensions` | suspended volumes and pools, and the nodes paused for them |
 //! | `repair` | recovery at start-up, repair of drift, pool monitor, paused VMs |
 //! | `health` | health of the server |
 
@@ -41,6 +42,7 @@ mod problems;
 mod records;
 mod repair;
 mod snapshots;
+mod suspensions;
 mod ticker;
 mod transfers;
 mod volumes;
@@ -74,6 +76,7 @@ pub use power::PowerStates;
 pub use problems::{Failure, Result};
 pub use repair::{PausedVms, PoolMonitor, Recovery, Repair};
 pub use snapshots::Snapshots;
+pub use suspensions::Suspensions;
 pub use transfers::Transfers;
 pub use volumes::{VolumeChanges, Volumes};
 
@@ -91,6 +94,7 @@ struct Components {
     snapshots: Arc<Snapshots>,
     copies: Arc<Copies>,
     transfers: Arc<Transfers>,
+    suspensions: Arc<Suspensions>,
     nodes: Arc<Nodes>,
     power: Arc<PowerStates>,
     attachments: Arc<Attachments>,
@@ -198,6 +202,7 @@ impl Service {
             unexpected_disks.clone(),
             copies.clone(),
         ));
+        let suspensions = Arc::new(Suspensions::new(core.clone(), hypervisors.clone()));
         let unfinished = Arc::new(Unfinished::new(
             core.clone(),
             volumes.clone(),
@@ -235,6 +240,7 @@ impl Service {
             snapshots,
             copies,
             transfers,
+            suspensions,
             nodes,
             power,
             attachments,
@@ -308,6 +314,11 @@ impl Service {
     /// Exports and imports.
     pub fn transfers(&self) -> &Arc<Transfers> {
         &self.0.transfers
+    }
+
+    /// Suspensions of volumes and pools.
+    pub fn suspensions(&self) -> &Arc<Suspensions> {
+        &self.0.suspensions
     }
 
     /// The registered nodes.

@@ -12,7 +12,7 @@ use crate::account::Account;
 use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
 use crate::model::{
     Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec,
-    Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, Volume, VolumeSize, VolumeSpec,
+    Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec, Volume, VolumeSize, VolumeSpec,
 };
 use crate::problem::ObjectKind;
 
@@ -75,6 +75,26 @@ impl Client {
     /// Sets the QoS limits of a volume, online if it is attached.
     pub async fn put_qos(&self, id: &VolumeId, qos: &Qos) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/qos"), qos).await
+    }
+
+    /// Suspends a volume, or changes the reason.
+    pub async fn suspend_volume(&self, id: &VolumeId, spec: &SuspensionSpec) -> Result<Volume> {
+        self.put(&format!("/v1/volumes/{id}/suspension"), spec).await
+    }
+
+    /// Resumes a suspended volume. Succeeds if it is not suspended or does not exist.
+    pub async fn resume_volume(&self, id: &VolumeId) -> Result<()> {
+        self.delete(&format!("/v1/volumes/{id}/suspension")).await
+    }
+
+    /// Suspends a pool with all its volumes, or changes the reason.
+    pub async fn suspend_pool(&self, name: &PoolName, spec: &SuspensionSpec) -> Result<Pool> {
+        self.put(&format!("/v1/pools/{name}/suspension"), spec).await
+    }
+
+    /// Resumes a suspended pool. Succeeds if it is not suspended or does not exist.
+    pub async fn resume_pool(&self, name: &PoolName) -> Result<()> {
+        self.delete(&format!("/v1/pools/{name}/suspension")).await
     }
 
     /// Sets the account that a volume counts for, and its class.

@@ -10,6 +10,7 @@ mod list;
 mod nodes;
 mod pools;
 mod snapshots;
+mod suspensions;
 mod transfers;
 mod volumes;
 
@@ -23,6 +24,7 @@ pub use list::List;
 pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
 pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
+pub use suspensions::{Suspension, SuspensionSpec};
 pub use transfers::{Adoption, Import, Release, Released, ResumePoint};
 pub use volumes::{
     Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec,

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::labels::Labels;
+use super::suspensions::Suspension;
 use crate::ids::PoolName;
 
 /// Storage engine of a pool.
@@ -82,6 +83,9 @@ pub struct Pool {
     pub labels: Labels,
     /// Whether the pool is cordoned: it accepts no new volumes.
     pub cordoned: bool,
+    /// Present while the pool is suspended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspension: Option<Suspension>,
     /// What happens when a virtual machine writes while the pool is full.
     #[serde(default)]
     pub on_full: OnFull,

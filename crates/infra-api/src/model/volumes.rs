@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::labels::Labels;
+use super::suspensions::Suspension;
 use crate::account::Account;
 use crate::ids::{PoolName, SnapshotId, VolumeId};
 
@@ -181,6 +182,8 @@ pub enum ConditionCause {
     DiskLost,
     /// A VM has the disk without an attachment.
     UnexpectedDisk,
+    /// The volume or its pool is suspended.
+    Suspended,
     /// A cause that this client version does not know.
     #[serde(other)]
     Other,
@@ -242,6 +245,9 @@ pub struct Volume {
     /// Health of the volume.
     #[serde(default)]
     pub condition: Condition,
+    /// Present while the volume itself is suspended. Its pool can be suspended too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspension: Option<Suspension>,
     /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,

@@ -27,6 +27,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -39,7 +40,7 @@ impl From<ClientError> for DeleteError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            ProblemCode::InUse => Self::InUse(Message::of(problem)),
+            ProblemCode::InUse | ProblemCode::Suspended => Self::InUse(Message::of(problem)),
             ProblemCode::Invalid
             | ProblemCode::NotFound
             | ProblemCode::Exists
@@ -63,7 +64,7 @@ impl From<ClientError> for SnapshotError {
             ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
             ProblemCode::Exists => Self::Different(Message::of(problem)),
-            ProblemCode::InUse => Self::InUse(Message::of(problem)),
+            ProblemCode::InUse | ProblemCode::Suspended => Self::InUse(Message::of(problem)),
             ProblemCode::OutOfSpace | ProblemCode::OverBudget => Self::OutOfSpace(Message::of(problem)),
             ProblemCode::Ended
             | ProblemCode::NodeNotRunning
@@ -82,7 +83,7 @@ impl From<ClientError> for ExpandError {
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(Message::of(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(Message::of(problem)),
-            ProblemCode::InUse => Self::InUse(Message::of(problem)),
+            ProblemCode::InUse | ProblemCode::Suspended => Self::InUse(Message::of(problem)),
             ProblemCode::OutOfSpace | ProblemCode::OverBudget => Self::OutOfSpace(Message::of(problem)),
             // Exists: the volume was expanded between the read and this call; a retry succeeds.
             ProblemCode::Exists
@@ -110,6 +111,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -130,6 +132,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -160,6 +163,7 @@ impl From<ClientError> for RegisterError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -181,6 +185,7 @@ impl From<ClientError> for AttachError {
             (ProblemCode::Ended, _) => Self::IdDeleted(Message::of(problem)),
             (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(Message::of(problem)),
             (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(Message::of(problem)),
+            (ProblemCode::Suspended, _) => Self::Suspended(Message::of(problem)),
             (ProblemCode::Invalid, _) => Self::Invalid(Message::of(problem)),
             (
                 ProblemCode::NotFound
@@ -231,7 +236,7 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 12] = [
+    const CODES: [ProblemCode; 13] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,
@@ -241,6 +246,7 @@ mod tests {
         ProblemCode::OverBudget,
         ProblemCode::NodeNotRunning,
         ProblemCode::TooManyDisks,
+        ProblemCode::Suspended,
         ProblemCode::Unavailable,
         ProblemCode::ReadOnly,
         ProblemCode::Internal,

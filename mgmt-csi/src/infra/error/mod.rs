@@ -286,6 +286,9 @@ pub enum AttachError {
     /// The VM has the maximum number of disks.
     #[error("{0}")]
     TooManyDisks(Message),
+    /// The volume or its pool is suspended.
+    #[error("{0}")]
+    Suspended(Message),
     /// The request is invalid.
     #[error("{0}")]
     Invalid(Message),
@@ -320,6 +323,7 @@ impl AttachError {
             | Self::IdDeleted(text)
             | Self::NodeNotRunning(text)
             | Self::TooManyDisks(text)
+            | Self::Suspended(text)
             | Self::Invalid(text) => text,
             Self::Indeterminate(inner) => inner.message(),
         }

@@ -7,6 +7,7 @@ mod nodes;
 mod pools;
 mod progress;
 mod snapshots;
+mod suspensions;
 mod transfers;
 mod volumes;
 

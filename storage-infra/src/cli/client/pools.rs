@@ -4,6 +4,7 @@ use anyhow::Context;
 use clap::Subcommand;
 use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
+use super::suspensions::SuspensionArgs;
 use super::{ClientArgs, label};
 use crate::cli::output;
 
@@ -53,6 +54,23 @@ pub(in crate::cli) enum PoolCommand {
     },
     /// Uncordon a pool: it accepts new volumes again.
     Uncordon {
+        /// Name of the pool.
+        name: PoolName,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Suspend a pool: it accepts no new volumes, and none of its volumes is attached, expanded or deleted until the pool is
+    /// resumed.
+    Suspend {
+        /// Name of the pool.
+        name: PoolName,
+        #[command(flatten)]
+        suspension: SuspensionArgs,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Resume a suspended pool, and the VMs that were paused for it.
+    Resume {
         /// Name of the pool.
         name: PoolName,
         #[command(flatten)]
@@ -108,6 +126,13 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
         }
         PoolCommand::Cordon { name, client } => cordon(&client, &name, true).await,
         PoolCommand::Uncordon { name, client } => cordon(&client, &name, false).await,
+        PoolCommand::Suspend { name, suspension, client } => {
+            output::one(client.output, &client.connect()?.suspend_pool(&name, &suspension.into()).await?)
+        }
+        PoolCommand::Resume { name, client } => {
+            client.connect()?.resume_pool(&name).await?;
+            output::done(client.output, &format!("pool {name} resumed"))
+        }
         PoolCommand::Remove { name, client } => {
             client.connect()?.delete_pool(&name).await?;
             output::done(client.output, &format!("pool {name} unregistered"))

@@ -10,6 +10,7 @@ use infra_api::{
 };
 use process_kit::duration;
 
+use super::suspensions::SuspensionArgs;
 use super::transfers::{self, ExportArgs, ImportArgs};
 use super::{ClientArgs, label, progress};
 use crate::cli::{output, size};
@@ -109,6 +110,22 @@ pub(in crate::cli) enum VolumeCommand {
         /// Absolute path on the filesystem of the volume's pool. [default: ID.img in the directory of the pool]
         #[arg(long, value_name = "PATH")]
         to: Option<String>,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Suspend a volume: it is not attached, expanded or deleted until it is resumed. Its snapshots and clones stay possible.
+    Suspend {
+        /// ID of the volume.
+        id: VolumeId,
+        #[command(flatten)]
+        suspension: SuspensionArgs,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Resume a suspended volume, and the VMs that were paused for it.
+    Resume {
+        /// ID of the volume.
+        id: VolumeId,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -247,6 +264,13 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
                     output::done(client.output, &format!("volume {id} released to {}", released.path))
                 }
             }
+        }
+        VolumeCommand::Suspend { id, suspension, client } => {
+            output::one(client.output, &client.connect()?.suspend_volume(&id, &suspension.into()).await?)
+        }
+        VolumeCommand::Resume { id, client } => {
+            client.connect()?.resume_volume(&id).await?;
+            output::done(client.output, &format!("volume {id} resumed"))
         }
         VolumeCommand::Qos { id, qos, client } => {
             output::one(client.output, &client.connect()?.put_qos(&id, &qos.into()).await?)

@@ -226,6 +226,16 @@ impl Hypervisor for Libvirt {
         self.with(move |session| session.resume(node)).await
     }
 
+    async fn pause(&self, node: Uuid) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.with(move |session| session.pause(node)).await
+    }
+
+    async fn unpause(&self, node: Uuid) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.with(move |session| session.unpause(node)).await
+    }
+
     async fn power_off(&self, node: Uuid) -> Result<()> {
         // Not limited like other calls: it must run even while others hang, since no other node can get the disks
         // before.

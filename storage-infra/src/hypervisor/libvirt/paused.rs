@@ -1,4 +1,4 @@
-//! Paused domains: domains that libvirt paused after an I/O error, and resuming them.
+//! Paused domains: domains that libvirt paused after an I/O error, and pausing and resuming on request.
 
 use uuid::Uuid;
 use virt::domain::{
@@ -9,7 +9,7 @@ use virt::sys;
 use super::Session;
 use super::listing::Listed;
 use super::virsh::DiskError;
-use crate::hypervisor::{PausedVm, Result};
+use crate::hypervisor::{HypervisorError, PausedVm, Result};
 
 impl Listed {
     /// The paused virtual machine, with its failed disks.
@@ -29,8 +29,12 @@ impl Listed {
 
 /// Whether a domain is paused because of an I/O error and for no other reason.
 fn is_paused_for_errors(domain: &Domain) -> bool {
-    let failed = DomainStateReason::Paused(DomainPausedReasonEnum::Known(DomainPausedReason::IOError));
-    matches!(domain.state(), Ok((_, DomainStateReasonEnum::Known(reason))) if reason == failed)
+    is_paused_because(domain, DomainPausedReason::IOError)
+}
+
+fn is_paused_because(domain: &Domain, why: DomainPausedReason) -> bool {
+    let expected = DomainStateReason::Paused(DomainPausedReasonEnum::Known(why));
+    matches!(domain.state(), Ok((_, DomainStateReasonEnum::Known(reason))) if reason == expected)
 }
 
 impl Session {
@@ -42,6 +46,26 @@ impl Session {
     /// Resumes a domain that is paused after an I/O error: QEMU repeats the failed request.
     pub(super) fn resume(&self, node: Uuid) -> Result<()> {
         let Some(domain) = self.domain(node)?.filter(is_paused_for_errors) else { return Ok(()) };
+        self.resume_domain(node, &domain)
+    }
+
+    /// Pauses a domain. libvirt returns after QEMU has completed or stopped all I/O.
+    pub(super) fn pause(&self, node: Uuid) -> Result<()> {
+        if !self.snapshot(node)?.is_running() {
+            return Err(HypervisorError::NotRunning(format!("the domain {node} does not run")));
+        }
+        let Some(domain) = self.domain(node)? else { return Ok(()) };
+        domain.suspend().map_err(|e| self.error(&format!("pause the domain {node}"), &e)).map(drop)
+    }
+
+    /// Resumes a domain that was paused on request.
+    pub(super) fn unpause(&self, node: Uuid) -> Result<()> {
+        let on_request = |domain: &Domain| is_paused_because(domain, DomainPausedReason::User);
+        let Some(domain) = self.domain(node)?.filter(on_request) else { return Ok(()) };
+        self.resume_domain(node, &domain)
+    }
+
+    fn resume_domain(&self, node: Uuid, domain: &Domain) -> Result<()> {
         domain.resume().map_err(|e| self.error(&format!("resume the domain {node}"), &e)).map(drop)
     }
 }

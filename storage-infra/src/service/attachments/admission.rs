@@ -129,9 +129,9 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
         );
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
-    if let Some(hold) = facts.hold.as_ref().filter(|hold| !(spec.read_only && hold.allows_reading())) {
+    if let Some(hold) = facts.hold.as_ref().filter(|hold| !hold.allows_attaching(spec.read_only)) {
         let detail = format!("the volume {} {hold}", volume.id);
-        return Err(about_volume(ProblemCode::Unavailable, detail).into());
+        return Err(about_volume(hold.code(ProblemCode::Unavailable), detail).into());
     }
     // A block-by-block copy is consistent only without writes.
     if !spec.read_only && !facts.copies.is_empty() {

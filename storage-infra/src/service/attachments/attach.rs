@@ -1,15 +1,17 @@
 //! Attach: admission, intent, effect and result.
 
-use infra_api::{AttachmentId, AttachmentState, Change, EventKind, NodeRef};
+use infra_api::{
+    AttachmentId, AttachmentState, Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode,
+};
 
 use super::admission::{Admission, AttachRequest, admit_and_write};
 use super::operations::Trigger;
 use super::{Attachments, Progress};
 use crate::audit;
-use crate::catalog::AttachmentRow;
+use crate::catalog::{AttachmentRow, Hold};
 use crate::service::core::seconds;
 use crate::service::disks::{AttachError, AttachmentContext};
-use crate::service::problems::Result;
+use crate::service::problems::{Failure, Result};
 
 impl Attachments {
     pub(super) async fn do_attach(&self, id: &AttachmentId, trigger: Trigger) -> Result<Progress> {
@@ -52,17 +54,23 @@ impl Attachments {
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
-                tx.attachment(&key)?.map(|row| AttachmentContext::of(tx, row)).transpose()
+                let Some(row) = tx.attachment(&key)? else { return Ok(None) };
+                let hold = tx.suspended_hold(&row.volume)?;
+                Ok(Some((AttachmentContext::of(tx, row)?, hold)))
             })
             .await?;
-        let Some(mut context) = current else { return Ok(Progress::Gone) };
+        let Some((mut context, hold)) = current else { return Ok(Progress::Gone) };
         if context.row.state == AttachmentState::Detaching {
             return Ok(Progress::InProgress(context.to_attachment()));
         }
         if by_catalog && context.row.state == AttachmentState::Attached {
             self.log_if_lost(&context.row).await;
         }
-        match self.disks.attach(&mut context, is_new).await {
+        let attached = match self.refuse_suspended(&context.row, hold, is_new).await {
+            Ok(()) => self.disks.attach(&mut context, is_new).await,
+            Err(refused) => Err(refused),
+        };
+        match attached {
             Ok(()) => {
                 if context.row.state != AttachmentState::Attached || context.row.message.is_some() {
                     self.set_state(id, AttachmentState::Attached, None).await?;
@@ -93,6 +101,28 @@ impl Attachments {
                 }
                 Err(failure)
             }
+        }
+    }
+
+    /// Refuses to attach the disk of a suspended volume, also one that the VM lost. The disk of an existing attachment stays.
+    async fn refuse_suspended(
+        &self,
+        row: &AttachmentRow,
+        hold: Option<Hold>,
+        is_new: bool,
+    ) -> std::result::Result<(), AttachError> {
+        let Some(hold) = hold else { return Ok(()) };
+        let refuse = |code, state: &str| {
+            let detail = format!("the volume {} {hold}; {state}", row.volume);
+            Failure::from(Problem::new(code, detail).about(ObjectKind::Volume, &row.volume))
+        };
+        if is_new {
+            return Err(AttachError::NotAttached(refuse(ProblemCode::Suspended, "it was not attached")));
+        }
+        match self.disks.missing(row.node, vec![row.clone()]).await {
+            Ok((_, missing)) if missing.is_empty() => Ok(()),
+            Ok(_) => Err(AttachError::Unknown(refuse(ProblemCode::Unavailable, "the VM lost its disk"))),
+            Err(failure) => Err(AttachError::Unknown(failure)),
         }
     }
 

@@ -279,8 +279,13 @@ mod tests {
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
         let on_full = infra_api::OnFull::default();
         let spec = PoolSpec { engine, path, labels: Labels::new(), cordoned: false, on_full };
-        let pool =
-            PoolRow { name: PoolName::new("p").unwrap(), uuid: Uuid::from_u128(1), spec, marked: true };
+        let pool = PoolRow {
+            name: PoolName::new("p").unwrap(),
+            uuid: Uuid::from_u128(1),
+            spec,
+            marked: true,
+            suspension: None,
+        };
         let node = Uuid::from_u128(9);
         let spec =
             NodeSpec { name: "vm".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };

@@ -121,7 +121,13 @@ mod tests {
             cordoned: false,
             on_full: infra_api::OnFull::default(),
         };
-        let pool = PoolRow { name: PoolName::new("p").unwrap(), uuid: Uuid::new_v4(), spec, marked: false };
+        let pool = PoolRow {
+            name: PoolName::new("p").unwrap(),
+            uuid: Uuid::new_v4(),
+            spec,
+            marked: false,
+            suspension: None,
+        };
         let engines = Engines::new(dir.path());
         let (end, ended) = mpsc::channel();
         let late = move |_: &dyn Engine| {

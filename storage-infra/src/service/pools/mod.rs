@@ -121,7 +121,13 @@ impl Pools {
                         .about(ObjectKind::Pool, other.name)
                         .into());
                 }
-                let row = PoolRow { name: pool, uuid: Uuid::new_v4(), spec: requested, marked: false };
+                let row = PoolRow {
+                    name: pool,
+                    uuid: Uuid::new_v4(),
+                    spec: requested,
+                    marked: false,
+                    suspension: None,
+                };
                 tx.insert_pool(&row)?;
                 Ok((row, true))
             })

@@ -67,10 +67,14 @@ fn decide(vm: &NodeRef, starved: &[StarvedVolume], failed: &[String]) -> Decisio
     Decision::Wait(starved.iter().map(why).collect())
 }
 
-/// Volumes and pools of these disks as far as they are attached to this node; fewer than the disks if some are not.
+/// Volumes and pools of these disks as far as they are attached to this node; fewer than the disks if some are not. None
+/// at all if a volume of the node is suspended: the node stays paused.
 fn volumes_of(tx: &Tx<'_>, node: Uuid, disks: &[Uuid]) -> Result<Vec<(VolumeId, PoolRow)>> {
     let mut found = Vec::new();
     for attachment in tx.attachments(Some(node), None)? {
+        if tx.suspended_hold(&attachment.volume)?.is_some() {
+            return Ok(Vec::new());
+        }
         let Some(volume) = tx.volume(&attachment.volume)? else { continue };
         if disks.contains(&volume.disk_uuid) {
             found.push((volume.id.clone(), pool_of(tx, &volume)?));

@@ -234,6 +234,7 @@ mod tests {
             labels: Labels::new(),
             healthy: true,
             cordoned: false,
+            suspended: false,
             free_bytes: 50,
             groups: Vec::new(),
         };

@@ -17,7 +17,9 @@ pub(super) use reserve::Source;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, List, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
+use infra_api::{
+    Change, Condition, ConditionCause, EventKind, List, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL,
+};
 
 use super::attachments::UnexpectedDisks;
 use super::conditions::Conditions;
@@ -28,7 +30,7 @@ use super::lookups::{pool_of, volume_in};
 use super::pools::{Engines, PoolCapacity};
 use super::problems::Result;
 use super::records::Records;
-use crate::catalog::{AttachmentRow, Tx, VolumeRow};
+use crate::catalog::{AllSuspensions, AttachmentRow, Hold, Tx, VolumeRow};
 use crate::engine::Object;
 use crate::scope::Scope;
 
@@ -81,6 +83,12 @@ impl VolumeChanges {
     }
 }
 
+/// Condition of a suspended volume.
+fn suspended(id: &VolumeId, hold: &Hold) -> Condition {
+    let message = Some(format!("the volume {id} {hold}"));
+    Condition { healthy: false, cause: Some(ConditionCause::Suspended), message }
+}
+
 impl Volumes {
     pub(super) fn new(
         core: Arc<Core>,
@@ -97,28 +105,29 @@ impl Volumes {
     /// One volume.
     pub async fn get(&self, scope: &Scope, id: &VolumeId) -> Result<Volume> {
         let (scope, id) = (scope.clone(), id.clone());
-        let (row, attachments, pool) = self
+        let (row, attachments, pool, suspensions) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let row = volume_in(tx, &scope, &id)?;
                 let pool = pool_of(tx, &row)?;
-                Ok((row, tx.attachments(None, Some(&id))?, pool))
+                Ok((row, tx.attachments(None, Some(&id))?, pool, tx.suspensions()?))
             })
             .await?;
-        Ok(self.to_volume(row, &attachments, pool.spec.labels.get(ZONE_LABEL).cloned()))
+        let zone = pool.spec.labels.get(ZONE_LABEL).cloned();
+        Ok(self.to_volume(row, &attachments, zone, &suspensions))
     }
 
     /// One page of volumes with IDs after `after`.
     pub async fn list(&self, scope: &Scope, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
-        let (mut rows, attachments, pools) = self
+        let (mut rows, attachments, pools, suspensions) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let rows = tx.volumes(account.as_ref(), &after, limit + 1)?;
-                Ok((rows, tx.attachments(None, None)?, tx.pools()?))
+                Ok((rows, tx.attachments(None, None)?, tx.pools()?, tx.suspensions()?))
             })
             .await?;
         let more = rows.len() > limit;
@@ -135,15 +144,24 @@ impl Volumes {
         let item = |row: VolumeRow| {
             let attachments = of.remove(&row.id).unwrap_or_default();
             let zone = zones.get(&row.pool).cloned();
-            self.to_volume(row, &attachments, zone)
+            self.to_volume(row, &attachments, zone, &suspensions)
         };
         Ok(List { items: rows.into_iter().map(item).collect(), next })
     }
 
-    fn to_volume(&self, row: VolumeRow, attachments: &[AttachmentRow], zone: Option<String>) -> Volume {
+    fn to_volume(
+        &self,
+        row: VolumeRow,
+        attachments: &[AttachmentRow],
+        zone: Option<String>,
+        suspensions: &AllSuspensions,
+    ) -> Volume {
         let copied = self.copies.copied(&Object::Volume(row.id.clone()));
         Volume {
-            condition: self.conditions.of(&row.id),
+            condition: suspensions
+                .hold(&row)
+                .map_or_else(|| self.conditions.of(&row.id), |hold| suspended(&row.id, &hold)),
+            suspension: suspensions.of(&row.id).cloned(),
             copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
             id: row.id,
             capacity_bytes: row.capacity,

@@ -107,6 +107,7 @@ impl CapacityLedger {
             labels: row.spec.labels,
             healthy: facts.contains_key(&row.name),
             cordoned: row.spec.cordoned,
+            suspended: row.suspension.is_some(),
             free_bytes: free.get(&row.name).copied().unwrap_or(0),
             groups: group.filter(|_| taken.contains(&row.name)).map(str::to_owned).into_iter().collect(),
             name: row.name,

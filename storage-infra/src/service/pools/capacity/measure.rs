@@ -63,6 +63,7 @@ impl PoolView {
             labels: self.row.spec.labels.clone(),
             healthy: self.facts.is_ok(),
             cordoned: self.row.spec.cordoned,
+            suspended: self.row.suspension.is_some(),
             free_bytes: self.free,
             groups: Vec::new(),
         }
@@ -76,6 +77,7 @@ impl PoolView {
             path: self.row.spec.path.clone(),
             labels: self.row.spec.labels.clone(),
             cordoned: self.row.spec.cordoned,
+            suspension: self.row.suspension.clone(),
             on_full: self.row.spec.on_full,
             full: facts.is_some_and(|f| !placement::has_space(f.capacity, f.available)),
             healthy: self.facts.is_ok(),

@@ -50,7 +50,13 @@ impl Site {
             cordoned: false,
             on_full: OnFull::default(),
         };
-        let pool = PoolRow { name: PoolName::new("p").unwrap(), uuid: Uuid::new_v4(), spec, marked: true };
+        let pool = PoolRow {
+            name: PoolName::new("p").unwrap(),
+            uuid: Uuid::new_v4(),
+            spec,
+            marked: true,
+            suspension: None,
+        };
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
         let engines = Arc::new(Engines::new(dir.path().join("data")));

@@ -217,3 +217,26 @@ async fn a_suspension_needs_a_reason_and_an_object_and_says_what_cannot_be_pause
     client.detach(&attachment("a"), SOON).await.unwrap();
     client.suspend_volume(&id, &suspension(true)).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_crash_around_a_pause_or_a_resume_leaves_no_vm_running_or_paused_against_the_suspension() {
+    let mut at = Attached::new().await;
+    for point in ["hypervisor.pause.before", "hypervisor.pause.after"] {
+        at.site.arm(point, 1);
+        at.suspend(true).await.unwrap_err();
+        at.server.wait_for_crash().await;
+        at = at.restart();
+        at.is("paused").await;
+        at.resume().await;
+        assert!(at.state(0).starts_with("running"), "{point}");
+    }
+    for point in ["hypervisor.unpause.before", "hypervisor.unpause.after"] {
+        at.suspend(true).await.unwrap();
+        at.site.arm(point, 1);
+        at.server.client.resume_volume(&volume("v")).await.unwrap_err();
+        at.server.wait_for_crash().await;
+        at = at.restart();
+        at.is("running").await;
+        assert_eq!(at.volume().await.suspension, None, "{point}");
+    }
+}

@@ -7,7 +7,7 @@ use tests::docs::{Block, Directive, Page, Terminal, pages};
 use tests::run;
 
 /// The pages whose commands are run.
-const RUN: [&str; 13] = [
+const RUN: [&str; 14] = [
     "docs/tutorial.md",
     "docs/guides/budgets.md",
     "docs/guides/expansion.md",
@@ -19,6 +19,7 @@ const RUN: [&str; 13] = [
     "docs/guides/restore-the-management-cluster.md",
     "docs/guides/snapshots.md",
     "docs/guides/static-volumes.md",
+    "docs/guides/suspend.md",
     "docs/guides/troubleshooting.md",
     "docs/guides/uninstall.md",
 ];
@@ -132,6 +133,11 @@ async fn the_guide_to_snapshots_works() -> Result<()> {
 #[tokio::test]
 async fn the_guide_to_static_volumes_works() -> Result<()> {
     works("docs/guides/static-volumes.md").await
+}
+
+#[tokio::test]
+async fn the_guide_to_suspensions_works() -> Result<()> {
+    works("docs/guides/suspend.md").await
 }
 
 #[tokio::test]

@@ -68,6 +68,7 @@ mod space;
 mod stale_leader;
 mod static_provisioning;
 mod supervision;
+mod suspend;
 mod tenancy;
 mod topology;
 mod upgrade;

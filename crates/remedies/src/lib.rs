@@ -4,7 +4,7 @@
 //! are first.
 
 /// Phrases of an error, all of which must occur (without regard to case), and what to do.
-const REMEDIES: [(&[&str], &str); 33] = [
+const REMEDIES: [(&[&str], &str); 34] = [
     (
         &["exceeded quota"],
         "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \
@@ -54,6 +54,11 @@ const REMEDIES: [(&[&str], &str); 33] = [
     ),
     (&["toomanyvolumes"], "move pods to another node: the VM has no free slot"),
     (&["toomanydisks"], "move pods to another node: the VM has no free slot"),
+    (
+        &["suspended the volume"],
+        "wait until the platform team resumes the volume, or ask them why (docs/guides/suspend.md); platform team: \
+         `storage-infra volume show` and `pool show` have the reason",
+    ),
     (
         &["nodenotrunning"],
         "start the VM, or taint its Node out-of-service if it will not return (docs/guides/node-loss.md)",
@@ -146,6 +151,7 @@ mod tests {
             ("no pool for 5Gi: p: too little free space", "free space"),
             ("the storage budget of guest g allows 1Gi: 1Gi used, 1Gi more requested", "StorageBudget"),
             ("VolumeInUse: it is attached to VM x", "other VM"),
+            ("VolumeSuspended: the platform team suspended the volume", "resumes the volume"),
             (
                 "NotShared: the volume is neither of the guest of VM x nor shared with it; use a",
                 "share the volume",

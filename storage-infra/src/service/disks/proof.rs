@@ -3,21 +3,38 @@
 
 use std::time::{Duration, Instant};
 
-use infra_api::NodeState;
+use infra_api::{AttachmentState, NodeState};
+use uuid::Uuid;
 
 use super::Disks;
 use super::context::{AttachmentContext, describe};
+use crate::catalog::{AttachmentRow, Tx};
 use crate::engine::EngineError;
 use crate::engine::image_lock::{Holder, holder};
 use crate::hypervisor::DiskSource;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Power};
+use crate::service::power::has_no_disks;
 use crate::service::problems::Result;
 
 /// Time for QEMU to close the image of a detached disk.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout for the pool's filesystem to report image locks.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// An attachment of a node that may be off.
+struct NodeAttachment {
+    context: AttachmentContext,
+    /// Whether the volume has no other attachment.
+    is_only: bool,
+}
+
+impl NodeAttachment {
+    fn of(tx: &Tx<'_>, row: AttachmentRow) -> Result<Self> {
+        let is_only = tx.attachments(None, Some(&row.volume))?.len() == 1;
+        Ok(Self { context: AttachmentContext::of(tx, row)?, is_only })
+    }
+}
 
 impl Disks {
     /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
@@ -43,6 +60,52 @@ impl Disks {
             DetachOutcome::Detached => self.prove_closed(context, disk, presence.facts.power).await,
             still_holding => Ok(still_holding),
         }
+    }
+
+    /// Whether a VM is proven off: the evidence that frees disks agrees, and no process has the image of a volume open that is
+    /// attached to this VM alone. Without such a volume nothing would show a QEMU that libvirt has lost, so nothing is proven.
+    pub(in crate::service) async fn prove_vm_off(&self, node: Uuid) -> Result<bool> {
+        let attachments = self.attachments_of(node).await?;
+        let Some(row) = attachments.first().map(|one| one.context.node.clone()) else { return Ok(false) };
+        let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
+        if hypervisor.kind() != LIBVIRT {
+            return Ok(false);
+        }
+        let disks: Vec<Disk> = attachments.iter().map(|one| self.disk_of(&one.context)).collect();
+        let presence = hypervisor.presence(node, &disks).await?;
+        let (state, _) = self.power.node_state(&row, &presence.facts).await?;
+        let is_off = has_no_disks(state)
+            && presence.disks.is_empty()
+            && self.power.prove_off(&row, &presence.facts).await? == DetachOutcome::Detached;
+        Ok(is_off && self.no_image_is_open(&attachments).await)
+    }
+
+    /// The attachments of a node whose disks it may have.
+    async fn attachments_of(&self, node: Uuid) -> Result<Vec<NodeAttachment>> {
+        self.core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                let rows = tx.attachments(Some(node), None)?.into_iter();
+                let confirmed = rows.filter(|row| row.state != AttachmentState::Attaching);
+                confirmed.map(|row| NodeAttachment::of(tx, row)).collect()
+            })
+            .await
+    }
+
+    /// Whether at least one image is that of this VM alone, and none of those is open.
+    async fn no_image_is_open(&self, attachments: &[NodeAttachment]) -> bool {
+        let mut checked = false;
+        for one in attachments.iter().filter(|one| one.is_only) {
+            if !matches!(self.locked_by(&one.context, &self.disk_of(&one.context)).await, Ok(None)) {
+                return false;
+            }
+            checked = true;
+        }
+        checked
+    }
+
+    fn disk_of(&self, context: &AttachmentContext) -> Disk {
+        context.disk(self.engines.of(&context.pool).source(&context.volume.id))
     }
 
     /// Whether no QEMU has the disk's image open. Other attachments of a shared volume have it legitimately.

@@ -99,7 +99,7 @@ impl PowerStates {
         let (state, message) = result.unwrap_or_else(|why| (NodeState::Unknown, Some(why)));
         let NodeSpec { name, hypervisor, zone, labels } = row.spec;
         let zone = zone.or_else(|| self.hypervisors.zone(&hypervisor).map(str::to_owned));
-        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, max_disks, message }
+        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, proven_off: false, max_disks, message }
     }
 
     fn memory(&self) -> MutexGuard<'_, PowerMemory> {

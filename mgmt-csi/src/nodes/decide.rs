@@ -103,7 +103,17 @@ mod tests {
     fn registered(spec: NodeSpec, state: NodeState) -> Node {
         let NodeSpec { name, zone, labels, .. } = spec;
         let uuid = UUID.parse().unwrap();
-        Node { uuid, name, hypervisor: "kvm".into(), zone, labels, state, proven_off: false, max_disks: None, message: None }
+        Node {
+            uuid,
+            name,
+            hypervisor: "kvm".into(),
+            zone,
+            labels,
+            state,
+            proven_off: false,
+            max_disks: None,
+            message: None,
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::attachments::Attachments;
 use super::core::Core;
-use super::disks::Disks;
+use super::disks::{Disks, OffProof};
 use super::hypervisors::Hypervisors;
 use super::power::{PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
@@ -58,19 +58,22 @@ impl Nodes {
 
     /// Adds whether the VM is proven off.
     async fn with_proof(&self, node: Node) -> Node {
-        let proven_off = has_no_disks(node.state) && self.is_proven_off(node.uuid).await;
-        Node { proven_off, ..node }
+        let proof = match has_no_disks(node.state) {
+            true => self.proof(node.uuid).await,
+            false => OffProof::NotProven,
+        };
+        Node { proven_off: self.power.is_proven_off(node.uuid, proof), ..node }
     }
 
-    async fn is_proven_off(&self, uuid: Uuid) -> bool {
-        match tokio::time::timeout(PROOF_TIMEOUT, self.disks.prove_vm_off(uuid)).await {
-            Ok(Ok(proven)) => proven,
-            Ok(Err(failure)) => {
-                tracing::debug!(node = %uuid, "the VM is not proven off: {}", failure.0.detail);
-                false
-            }
-            Err(_) => false,
-        }
+    async fn proof(&self, uuid: Uuid) -> OffProof {
+        let proof = tokio::time::timeout(PROOF_TIMEOUT, self.disks.prove_vm_off(uuid)).await;
+        let why = match proof {
+            Ok(Ok(proof)) => return proof,
+            Ok(Err(failure)) => failure.0.detail,
+            Err(_) => format!("no answer within {PROOF_TIMEOUT:?}"),
+        };
+        tracing::warn!(node = %uuid, "cannot check whether the VM is off: {why}");
+        OffProof::NotProven
     }
 
     /// Registers or updates a node. True if it is new.

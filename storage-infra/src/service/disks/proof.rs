@@ -22,6 +22,17 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout for the pool's filesystem to report image locks.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// What is proven about a VM that its hypervisor reports as off or gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::service) enum OffProof {
+    /// It does not run.
+    Proven,
+    /// It is off by all other evidence, but no image could show a QEMU that libvirt has lost.
+    NoImage,
+    /// It may run.
+    NotProven,
+}
+
 /// An attachment of a node that may be off.
 struct NodeAttachment {
     context: AttachmentContext,
@@ -62,22 +73,24 @@ impl Disks {
         }
     }
 
-    /// Whether a VM is proven off: the evidence that frees disks agrees, and no process has the image of a volume open that is
-    /// attached to this VM alone. Without such a volume nothing would show a QEMU that libvirt has lost, so nothing is proven.
-    pub(in crate::service) async fn prove_vm_off(&self, node: Uuid) -> Result<bool> {
-        let attachments = self.attachments_of(node).await?;
-        let Some(row) = attachments.first().map(|one| one.context.node.clone()) else { return Ok(false) };
+    /// Whether a VM is off: by the evidence that frees disks, and by the images of the volumes that are attached to it alone.
+    pub(in crate::service) async fn prove_vm_off(&self, node: Uuid) -> Result<OffProof> {
+        let row = self.power.node_row(node).await?;
         let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
         if hypervisor.kind() != LIBVIRT {
-            return Ok(false);
+            return Ok(OffProof::NotProven);
         }
+        let attachments = self.attachments_of(node).await?;
         let disks: Vec<Disk> = attachments.iter().map(|one| self.disk_of(&one.context)).collect();
         let presence = hypervisor.presence(node, &disks).await?;
         let (state, _) = self.power.node_state(&row, &presence.facts).await?;
         let is_off = has_no_disks(state)
             && presence.disks.is_empty()
             && self.power.prove_off(&row, &presence.facts).await? == DetachOutcome::Detached;
-        Ok(is_off && self.no_image_is_open(&attachments).await)
+        match is_off {
+            true => Ok(self.prove_by_images(&attachments).await),
+            false => Ok(OffProof::NotProven),
+        }
     }
 
     /// The attachments of a node whose disks it may have.
@@ -92,16 +105,16 @@ impl Disks {
             .await
     }
 
-    /// Whether at least one image is that of this VM alone, and none of those is open.
-    async fn no_image_is_open(&self, attachments: &[NodeAttachment]) -> bool {
-        let mut checked = false;
+    /// What the images of volumes that only this VM has say about a VM that is off by all other evidence.
+    async fn prove_by_images(&self, attachments: &[NodeAttachment]) -> OffProof {
+        let mut proof = OffProof::NoImage;
         for one in attachments.iter().filter(|one| one.is_only) {
             if !matches!(self.locked_by(&one.context, &self.disk_of(&one.context)).await, Ok(None)) {
-                return false;
+                return OffProof::NotProven;
             }
-            checked = true;
+            proof = OffProof::Proven;
         }
-        checked
+        proof
     }
 
     fn disk_of(&self, context: &AttachmentContext) -> Disk {

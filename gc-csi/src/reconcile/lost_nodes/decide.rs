@@ -15,7 +15,7 @@ use uuid::Uuid;
 /// When gc-csi taints a Node by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum TaintPolicy {
-    /// Never: only people declare a Node out of service.
+    /// Only people declare a Node out of service.
     Never,
     /// When the storage infra has proven that its VM is off or gone.
     #[default]

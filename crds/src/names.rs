@@ -191,6 +191,9 @@ pub const CLUSTER_GROUP: &str = "cluster.x-k8s.io";
 /// Annotation on a `VirtualMachine` whose guest node has the out-of-service taint: UID of the guest Node. Its disks may be
 /// detached by force. Written and removed by gc-csi, read by mgmt-csi.
 pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
+/// Annotation on a `VirtualMachine` that the storage infra has proven off or gone: time of the last proof, RFC 3339. Renewed
+/// every 30 s while the proof holds, and removed with it. Written by mgmt-csi, read by gc-csi.
+pub const ANNOTATION_PROVEN_OFF: &str = "nestor.dev/proven-off";
 /// Annotation on a `VirtualMachine`: the `resourceVersion` at which gc-csi wrote it. gc-csi updates it whenever an attach
 /// finds its entry in `spec.volumes`, so that a removal decided on earlier fails with a conflict.
 pub const ANNOTATION_VOLUMES_CONFIRMED: &str = "nestor.dev/volumes-confirmed";
@@ -205,6 +208,8 @@ pub const ANNOTATION_DELETION_TRACEPARENT: &str = "nestor.dev/deletion-tracepare
 pub const ANNOTATION_TRACE_PREFIX: &str = "trace.nestor.dev/";
 /// Taint with which an operator declares a node out of service (Kubernetes, "Non-graceful node shutdown").
 pub const TAINT_OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
+/// Value of the taint that gc-csi itself sets on a Node whose VM is proven off.
+pub const TAINT_PROVEN_OFF: &str = "proven-off";
 /// Condition type on claims of both tiers: whether the volume is healthy.
 pub const CONDITION_HEALTHY: &str = "nestor.dev/Healthy";
 /// Node label and topology segment key of the zone.

@@ -48,6 +48,12 @@ pub(crate) enum Event {
     OrphanNotRemoved,
     /// A Node's zone label differs from the zone of its VM.
     ZoneMismatch,
+    /// A Node whose VM is proven off was tainted as out of service.
+    OutOfServiceTaintAdded,
+    /// The taint that gc-csi had set on a Node was taken back.
+    OutOfServiceTaintRemoved,
+    /// A Node is not ready, and its VM is not proven off.
+    NodeNotProvenOff,
 }
 
 impl Event {
@@ -75,6 +81,9 @@ impl Event {
             Self::OrphanRemoved => "OrphanRemoved",
             Self::OrphanNotRemoved => "OrphanNotRemoved",
             Self::ZoneMismatch => "ZoneMismatch",
+            Self::OutOfServiceTaintAdded => "OutOfServiceTaintAdded",
+            Self::OutOfServiceTaintRemoved => "OutOfServiceTaintRemoved",
+            Self::NodeNotProvenOff => "NodeNotProvenOff",
         }
     }
 
@@ -88,6 +97,8 @@ impl Event {
                 | Self::VolumeCapacityAvailable
                 | Self::VolumeCompatible
                 | Self::NotOrphaned
+                | Self::OutOfServiceTaintRemoved
+                | Self::NodeNotProvenOff
         )
     }
 
@@ -111,6 +122,7 @@ impl Event {
             Self::ReclaimPolicyMismatch => "Provision",
             Self::OrphanRemoved | Self::OrphanNotRemoved => "Delete",
             Self::ZoneMismatch => "Label",
+            Self::OutOfServiceTaintAdded | Self::OutOfServiceTaintRemoved | Self::NodeNotProvenOff => "Taint",
         }
     }
 

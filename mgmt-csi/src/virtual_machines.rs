@@ -1,6 +1,8 @@
 //! Informer for the VirtualMachines of the management cluster.
 
-use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID, LABEL_ZONE};
+use crds::names::{
+    ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF, ANNOTATION_TRACE_PREFIX, LABEL_CLUSTER_ID, LABEL_ZONE,
+};
 use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VirtualMachine, VolumeAttachment};
 use crds::{newest_virtual_machine_version, virtual_machine_resource};
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -68,12 +70,13 @@ pub(crate) fn label(vm: &VirtualMachine) -> Option<&str> {
     Some(label.as_str()).filter(|guest| !guest.is_empty())
 }
 
-/// Drops all fields but the identity and age, the labels of the guest and the zone, the out-of-service annotation, the trace
-/// contexts, and the status without volumes.
+/// Drops all fields but the identity and age, the labels of the guest and the zone, the annotations out-of-service and
+/// proven-off, the trace contexts, and the status without volumes.
 pub(crate) fn trim(vm: &mut VirtualMachine) {
     vm.types = None;
     let annotations = vm.metadata.annotations.take().map(|mut all| {
-        all.retain(|key, _| key == ANNOTATION_OUT_OF_SERVICE || key.starts_with(ANNOTATION_TRACE_PREFIX));
+        let is_read = |key: &str| [ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF].contains(&key);
+        all.retain(|key, _| is_read(key) || key.starts_with(ANNOTATION_TRACE_PREFIX));
         all
     });
     let labels = vm.metadata.labels.take().map(|mut all| {

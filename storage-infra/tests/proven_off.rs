@@ -45,8 +45,18 @@ impl Plugged {
         self.server.client.get_node(self.nodes[0]).await.unwrap().unwrap().state
     }
 
+    /// Whether the server reports the VM of volume `v` as proven off, alone and in the list.
+    async fn is_proven_off(&self) -> bool {
+        let alone = self.server.client.get_node(self.nodes[0]).await.unwrap().unwrap();
+        let all = self.server.client.list_nodes().await.unwrap();
+        let listed = all.into_iter().find(|node| node.uuid == self.nodes[0]).unwrap();
+        assert_eq!(alone.proven_off, listed.proven_off);
+        alone.proven_off
+    }
+
     /// Requests a detach, which must not succeed and must report this reason.
     async fn is_kept(&self, why: &str) {
+        assert!(!self.is_proven_off().await, "a VM that keeps its disk is not proven off");
         until("the detach reports the reason", async || {
             still_running(async || self.server.client.detach(&attachment("a"), SHORT).await)
                 .await
@@ -154,6 +164,40 @@ async fn a_vm_that_libvirt_lost_keeps_its_disk_while_its_qemu_runs() {
     all.is_kept("lock").await;
     assert!(std::process::Command::new("kill").args(["-KILL", &lost[0]]).status().unwrap().success());
     all.is_detached().await;
+}
+
+#[tokio::test]
+async fn a_vm_that_is_off_is_proven_off_until_it_runs_again() {
+    let all = Plugged::new().await;
+    let name = all.name(0);
+    assert!(!all.is_proven_off().await, "it runs");
+    all.libvirt.virsh(&["destroy", &name]);
+    until("it is proven off", async || all.is_proven_off().await).await;
+    // Its volume is detached, and the proof stays.
+    all.server.client.detach(&attachment("a"), SOON).await.unwrap();
+    assert!(all.is_proven_off().await);
+    // The other VM has never had a volume: nothing would show its QEMU if libvirt lost it.
+    all.libvirt.virsh(&["destroy", &all.name(1)]);
+    let other = async || all.server.client.get_node(all.nodes[1]).await.unwrap().unwrap();
+    until("the other VM is off", async || other().await.state == NodeState::Off).await;
+    assert!(!other().await.proven_off);
+
+    all.libvirt.virsh(&["start", &name]);
+    assert!(!all.is_proven_off().await, "it runs again");
+    // It went off without a volume.
+    all.libvirt.virsh(&["destroy", &name]);
+    until("it is off", async || all.state().await == NodeState::Off).await;
+    assert!(!all.is_proven_off().await);
+}
+
+#[tokio::test]
+async fn a_vm_that_does_not_exist_any_more_is_proven_off() {
+    let all = Plugged::new().await;
+    let name = all.name(0);
+    all.libvirt.virsh(&["destroy", &name]);
+    all.libvirt.virsh(&["undefine", &name]);
+    until("it is gone", async || all.state().await == NodeState::Gone).await;
+    until("it is proven off", async || all.is_proven_off().await).await;
 }
 
 #[tokio::test]

@@ -3,9 +3,13 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use crds::names::ANNOTATION_PROVEN_OFF;
+use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
 use lab::LoopNode;
 use lab::vm::virsh;
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use uuid::Uuid;
 
 use crate::{Scenario, unique};
@@ -110,6 +114,21 @@ impl BareDomain {
 }
 
 impl Scenario {
+    /// Whether the management cluster records that a VM is proven off, as `expected`.
+    pub async fn is_proven_off(&self, vm: &str, expected: bool) -> Result<Result<(), String>> {
+        let annotations = self.vms().get(vm).await?.annotations().clone();
+        let found = annotations.contains_key(ANNOTATION_PROVEN_OFF);
+        Ok(if found == expected { Ok(()) } else { Err(format!("{annotations:?}")) })
+    }
+
+    /// Annotates a VM as proven off, which mgmt-csi corrects.
+    pub async fn annotate_as_proven_off(&self, vm: &str) -> Result<()> {
+        let annotations = json!({ANNOTATION_PROVEN_OFF: "2026-01-01T00:00:00Z"});
+        let patch = Patch::Merge(json!({"metadata": {"annotations": annotations}}));
+        self.vms().patch(vm, &PatchParams::default(), &patch).await.map(drop)?;
+        Ok(())
+    }
+
     /// The XML of a disk in the live domain; `None` if it is not attached.
     pub async fn libvirt_disk(&self, vm: &str, disk: &str) -> Result<Option<String>> {
         let domain = virsh(self.lab.run(), ["dumpxml", vm]).await?;

@@ -309,6 +309,10 @@ async fn of_virtual_machines_only_the_entries_of_the_guests_own_are_changed() ->
             (json!({"metadata": {"finalizers": ["example.com/keep"]}}), "finalizers"),
             (owners(json!([stranger()])), "ownerReferences"),
             (annotations(json!({"example.com/a": null})), "example.com/a"),
+            (
+                annotations(json!({names::ANNOTATION_PROVEN_OFF: "2026-01-01T00:00:00Z"})),
+                "nestor.dev/proven-off",
+            ),
             (annotations(json!({names::ANNOTATION_OUT_OF_SERVICE: "x".repeat(513)})), "at most 512"),
         ] {
             account.is_refused(Kind::Vm, Attempt::Patch(&node.name, patch), text).await?;

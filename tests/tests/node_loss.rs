@@ -1,6 +1,8 @@
 //! Loss of VMs that are off, paused, crashed, deleted or unreachable: no volume is written by two VMs, none stays
 //! attached, and all acknowledged writes are found on the next VM.
 
+mod automatic;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -246,7 +246,8 @@ fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
 fn trim(vm: &mut VirtualMachine) {
     // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
     let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
-    let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
+    let read =
+        [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_PROVEN_OFF, names::ANNOTATION_VOLUMES_CONFIRMED];
     let is_read = |key: &str| read.contains(&key) || key.starts_with(names::ANNOTATION_TRACE_PREFIX);
     retain_keys(&mut vm.metadata.annotations, is_read);
     if has_annotations {

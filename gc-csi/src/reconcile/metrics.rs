@@ -89,3 +89,53 @@ impl RepairMetrics {
         self.0.get_or_create(&repair.labels()).inc();
     }
 }
+
+/// A change of the out-of-service taint that gc-csi itself sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TaintChange {
+    /// A Node whose VM is proven off was tainted.
+    Added,
+    /// The taint was taken back.
+    Removed,
+}
+
+impl TaintChange {
+    const ALL: [Self; 2] = [Self::Added, Self::Removed];
+
+    fn labels(self) -> TaintLabels {
+        let change = match self {
+            Self::Added => "added",
+            Self::Removed => "removed",
+        };
+        TaintLabels { change }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TaintLabels {
+    change: &'static str,
+}
+
+/// Changes of out-of-service taints.
+#[derive(Clone, Debug)]
+pub(super) struct TaintMetrics(Family<TaintLabels, Counter>);
+
+impl TaintMetrics {
+    pub(super) fn register(registry: &mut Registry) -> Self {
+        let metrics = Family::<TaintLabels, Counter>::default();
+        registry.register(
+            "out_of_service_taints",
+            "Out-of-service taints that gc-csi set on Nodes whose VM is proven off, and took back",
+            metrics.clone(),
+        );
+        // Created at start, so that an alert sees the first increment.
+        for change in TaintChange::ALL {
+            drop(metrics.get_or_create(&change.labels()));
+        }
+        Self(metrics)
+    }
+
+    pub(super) fn count(&self, change: TaintChange) {
+        self.0.get_or_create(&change.labels()).inc();
+    }
+}

@@ -10,6 +10,7 @@
 //! - [`orphans`]: management claims without a guest PersistentVolume.
 //! - [`zones`]: zone labels of guest Nodes.
 //! - [`out_of_service`]: out-of-service taints of guest Nodes, as annotations of VMs.
+//! - [`lost_nodes`]: out-of-service taints of Nodes whose VM is proven off.
 
 mod abandoned_claims;
 mod attach_state;
@@ -17,6 +18,7 @@ mod conditions;
 mod consumer_records;
 mod health;
 mod k8s_attachments;
+mod lost_nodes;
 mod metrics;
 mod options;
 mod orphans;
@@ -73,6 +75,9 @@ pub(crate) struct Queues {
     pending_by_guest_claim: Arc<Index>,
     owner_refs: Queue<OwnedObject>,
     zone_labels: Queue<VmName>,
+    lost_nodes: Queue<VmName>,
+    /// Proofs that VMs are off.
+    proofs: lost_nodes::Proofs,
     repair: RepairQueues,
 }
 
@@ -84,6 +89,7 @@ pub(crate) struct Reconcilers {
     repair: repair::Registered,
     abnormal: Gauge,
     outliving: Gauge,
+    taints: metrics::TaintMetrics,
 }
 
 /// The reconcilers and their informers.
@@ -93,6 +99,7 @@ pub(crate) struct Started {
     guest: Guest,
     management: Management,
     zones: Arc<zones::Zones>,
+    lost_nodes: lost_nodes::LostNodes,
     pods: Option<pods::Pods>,
     labels: Vec<String>,
     repair: repair::Repair,
@@ -167,6 +174,11 @@ impl Queues {
         if old != new {
             self.zone_labels.push(VmName::new(&change.key.name));
         }
+        let power =
+            |vm: &Arc<VirtualMachine>| vm.status.as_ref().and_then(|status| status.power_state.clone());
+        if self.proofs.note(change) || change.old.map(power) != change.new.map(power) {
+            self.lost_nodes.push(VmName::new(&change.key.name));
+        }
     }
 }
 
@@ -193,9 +205,12 @@ impl Reconcilers {
             pending_by_guest_claim: Arc::default(),
             owner_refs: Queue::default(),
             zone_labels: Queue::default(),
+            lost_nodes: Queue::default(),
+            proofs: lost_nodes::Proofs::default(),
             repair: repair.queues().clone(),
         };
-        Self { queues, pace: Pace::default(), repair, abnormal, outliving }
+        let taints = metrics::TaintMetrics::register(registry);
+        Self { queues, pace: Pace::default(), repair, abnormal, outliving, taints }
     }
 
     /// The pace of writes that nobody waits for.
@@ -218,10 +233,11 @@ impl Reconcilers {
         ready: &Health,
         stop: CancellationToken,
     ) -> Started {
-        let Self { queues, pace, repair, abnormal, outliving } = self;
+        let Self { queues, pace, repair, abnormal, outliving, taints } = self;
         let client = &guest.client;
         let nodes = ready.check("watch of guest Nodes", "not synced yet");
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
+        let lost_queue = queues.lost_nodes.clone();
         let zones = zones::Zones::start(
             client,
             management.vms.clone(),
@@ -232,8 +248,18 @@ impl Reconcilers {
                 zone_queue.push(node.to_owned());
                 vm_queue.push(node.to_owned());
             },
+            move |node| lost_queue.push(node.to_owned()),
         );
         let zones = Arc::new(zones);
+        let lost_nodes = lost_nodes::LostNodes::new(
+            options.out_of_service_taint,
+            client,
+            zones.clone(),
+            management.vms.clone(),
+            queues.proofs.clone(),
+            guest.events.clone(),
+            taints,
+        );
         let records = queues.records.clone();
         let pods = options.sync_pods.then(|| {
             let (check, claims) = (ready.check("watch of guest Pods", "not synced yet"), guest.clone());
@@ -246,7 +272,20 @@ impl Reconcilers {
         let clusters = (guest.clone(), management.clone());
         let repair = repair.start(clusters, zones.clone(), &options, locks, ready, &stop);
         let labels = options.labels;
-        Started { queues, pace, guest, management, zones, pods, labels, repair, abnormal, outliving, stop }
+        Started {
+            queues,
+            pace,
+            guest,
+            management,
+            zones,
+            lost_nodes,
+            pods,
+            labels,
+            repair,
+            abnormal,
+            outliving,
+            stop,
+        }
     }
 }
 
@@ -259,7 +298,7 @@ impl Started {
     /// Runs the reconcilers until `stop`. They start when both clusters are synced, so that no object counts as missing
     /// because it was not read yet.
     pub(crate) async fn run(&self) {
-        let Self { queues, guest, management, zones, pods, stop, .. } = self;
+        let Self { queues, guest, management, pods, stop, .. } = self;
         let both = async {
             guest.synced().await;
             management.synced().await;
@@ -274,11 +313,8 @@ impl Started {
             queues.conditions.worker("claim-conditions").paced(self.pace.clone()),
             queues.records.worker("consumer-records"),
         );
-        let (pending_claims, owner_refs_queue, zone_labels) = (
-            queues.pending_claims.worker("abandoned-claims"),
-            queues.owner_refs.worker("owner-refs"),
-            queues.zone_labels.worker("zone-labels"),
-        );
+        let (pending_claims, owner_refs_queue) =
+            (queues.pending_claims.worker("abandoned-claims"), queues.owner_refs.worker("owner-refs"));
         self.push_all();
         let volume_conditions = volume_conditions::VolumeConditions::new(
             guest.clone(),
@@ -335,25 +371,35 @@ impl Started {
             };
             records.run(WORKERS, SLOW_RETRY, stop.clone(), work).await;
         };
-        let updating_zones = async {
-            tokio::select! {
-                () = zones.synced() => {}
-                () = stop.cancelled() => return,
-            }
-            for node in zones.names() {
-                queues.zone_labels.push(node);
-            }
-            let work = |node: VmName| async move { zones.reconcile(&node).await };
-            zone_labels.run(WORKERS, Retry::default(), stop.clone(), work).await;
-        };
         tokio::join!(
             updating_conditions,
             deleting_abandoned,
             updating_owner_refs,
             repair,
             updating_records,
-            updating_zones
+            self.update_nodes()
         );
+    }
+
+    /// Labels and taints Nodes.
+    async fn update_nodes(&self) {
+        let Self { queues, zones, lost_nodes, stop, .. } = self;
+        tokio::select! {
+            () = zones.synced() => {}
+            () = stop.cancelled() => return,
+        }
+        let labels = queues.zone_labels.worker("zone-labels");
+        let taints = queues.lost_nodes.worker("lost-nodes");
+        lost_nodes.forget();
+        for node in zones.names() {
+            queues.zone_labels.push(node.clone());
+            queues.lost_nodes.push(node);
+        }
+        let label = |node: VmName| async move { zones.reconcile(&node).await };
+        let taint = |node: VmName| async move { lost_nodes.reconcile(&node).await };
+        let labelling = labels.run(WORKERS, Retry::default(), stop.clone(), label);
+        let tainting = taints.run(WORKERS, Retry::default(), stop.clone(), taint);
+        tokio::join!(labelling, tainting);
     }
 
     /// Queues everything: it is unknown how far the previous leader came.

@@ -5,6 +5,8 @@ use std::time::Duration;
 use crds::names;
 use process_kit::duration;
 
+use super::lost_nodes::TaintPolicy;
+
 /// Flags of the reconcilers.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Options {
@@ -22,6 +24,9 @@ pub struct Options {
     /// Delete a management claim, with its data, when it has been orphaned for this long. Default: never.
     #[arg(long, value_name = "DURATION", value_parser = duration::parse)]
     pub(crate) remove_orphans_after: Option<Duration>,
+    /// When to taint a guest Node that is not ready as out of service, so that Kubernetes moves its pods.
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = TaintPolicy::Proven)]
+    pub(crate) out_of_service_taint: TaintPolicy,
 }
 
 /// Label domains that the management cluster interprets. A guest must not set them.

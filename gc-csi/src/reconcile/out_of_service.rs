@@ -1,11 +1,13 @@
 //! Out-of-service Nodes: copies the taint `node.kubernetes.io/out-of-service` of a guest Node to an annotation of its
-//! VM. It allows the management cluster to force-detach the VM's disks. gc-csi sets the annotation only because of the
-//! taint, which an operator sets, and removes it with the taint.
+//! VM. It allows the management cluster to force-detach the VM's disks. gc-csi sets the annotation only because of a
+//! taint that an operator set, and removes it with the taint. Its own taint ([`super::lost_nodes`]) asks for no force: the VM
+//! is off.
 
 use crds::VirtualMachine;
-use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
+use crds::names::ANNOTATION_OUT_OF_SERVICE;
 use kube_kit::partial::Node;
 
+use super::lost_nodes::{is_out_of_service, is_own};
 use crate::management::VirtualMachines;
 use crds::names::VmName;
 
@@ -15,9 +17,9 @@ pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
-/// Whether a Node has the taint, with any value and effect, as in Kubernetes.
+/// Whether a Node has the taint of an operator, with any effect and any value but that of gc-csi.
 pub(super) fn is_tainted(node: &Node) -> bool {
-    node.taints.iter().any(|taint| taint.key == TAINT_OUT_OF_SERVICE)
+    node.taints.iter().any(|taint| is_out_of_service(taint) && !is_own(taint))
 }
 
 /// Updates the annotation of one VM. If its Node was deleted, the annotation stays as it is.
@@ -49,14 +51,17 @@ mod tests {
 
     use super::*;
 
+    fn node(key: &str, value: &str) -> Node {
+        let taints = json!([{"key": key, "value": value, "effect": "NoExecute"}]);
+        serde_json::from_value(json!({"metadata": {"name": "n"}, "spec": {"taints": taints}})).unwrap()
+    }
+
     #[test]
-    fn only_the_out_of_service_taint_counts() {
-        let node = |taint: &str| -> Node {
-            let taints = json!([{"key": taint, "value": "nodeshutdown", "effect": "NoExecute"}]);
-            serde_json::from_value(json!({"metadata": {"name": "n"}, "spec": {"taints": taints}})).unwrap()
-        };
-        assert!(is_tainted(&node("node.kubernetes.io/out-of-service")));
-        assert!(!is_tainted(&node("node.kubernetes.io/unreachable")));
+    fn only_the_out_of_service_taint_of_an_operator_counts() {
+        assert!(is_tainted(&node("node.kubernetes.io/out-of-service", "nodeshutdown")));
+        assert!(is_tainted(&node("node.kubernetes.io/out-of-service", "")));
+        assert!(!is_tainted(&node("node.kubernetes.io/out-of-service", "proven-off")), "gc-csi's own");
+        assert!(!is_tainted(&node("node.kubernetes.io/unreachable", "nodeshutdown")));
         assert!(!is_tainted(&Node::default()));
     }
 }

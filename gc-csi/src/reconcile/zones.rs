@@ -2,10 +2,10 @@
 //! overwritten.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crds::VirtualMachine;
-use crds::names::{LABEL_ZONE, TAINT_OUT_OF_SERVICE};
+use crds::names::LABEL_ZONE;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
@@ -18,6 +18,7 @@ use kube_kit::queue::NextAction;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
+use super::lost_nodes::is_out_of_service;
 use super::out_of_service;
 use crate::events::Event;
 use crate::guest::reference;
@@ -49,7 +50,7 @@ pub(super) fn zone_of(vm: &VirtualMachine) -> Option<&str> {
 
 impl Zones {
     /// Starts the informer of Nodes; calls `changed` for each Node that is created or deleted, or whose zone or
-    /// out-of-service taint changes.
+    /// out-of-service taint changes, and `ready_changed` for each whose readiness or out-of-service taint changes.
     pub(super) fn start(
         client: &Client,
         vms: VirtualMachines,
@@ -57,15 +58,22 @@ impl Zones {
         check: Check,
         stop: &CancellationToken,
         changed: impl Fn(&VmName) + Send + Sync + 'static,
+        ready_changed: impl Fn(&VmName) + Send + Sync + 'static,
     ) -> Self {
         let nodes = Informer::builder("guest Nodes", Api::all(client.clone()))
             .trim(trim)
             .on_change(move |change| {
-                let read = |node: Option<&std::sync::Arc<Node>>| {
+                let read = |node: Option<&Arc<Node>>| {
                     node.map(|node| (zone_label(node).map(str::to_owned), out_of_service::is_tainted(node)))
                 };
                 if read(change.old) != read(change.new) {
                     changed(&VmName::new(&change.key.name));
+                }
+            })
+            .on_change(move |change| {
+                let read = |node: &Arc<Node>| (node.ready.clone(), node.taints.clone());
+                if change.old.map(read) != change.new.map(read) {
+                    ready_changed(&VmName::new(&change.key.name));
                 }
             })
             .start(check, stop.clone());
@@ -82,9 +90,14 @@ impl Zones {
         self.nodes.list().iter().filter_map(|node| node.metadata.name.clone().map(VmName::new)).collect()
     }
 
+    /// The Node of this name, with its out-of-service taints only.
+    pub(super) fn node(&self, name: &VmName) -> Option<Arc<Node>> {
+        self.nodes.get(&Key::cluster(name.as_str()))
+    }
+
     /// Whether the guest has a Node of this name.
     pub(super) fn is_node(&self, name: &VmName) -> bool {
-        self.nodes.get(&Key::cluster(name.as_str())).is_some()
+        self.node(name).is_some()
     }
 
     /// Whether the guest has a Node of this name, read from the API server.
@@ -96,7 +109,7 @@ impl Zones {
 
     /// Reference for events about a Node.
     pub(super) fn reference_to(&self, name: &VmName) -> ObjectReference {
-        let node = self.nodes.get(&Key::cluster(name.as_str()));
+        let node = self.node(name);
         node.map_or_else(
             || ObjectReference {
                 api_version: Some("v1".to_owned()),
@@ -110,13 +123,11 @@ impl Zones {
 
     /// Updates the zone label of one Node, and the out-of-service annotation of its VM.
     pub(super) async fn reconcile(&self, name: &VmName) -> Result<NextAction, String> {
-        if let Some(node) = self.nodes.get(&Key::cluster(name.as_str())) {
+        if let Some(node) = self.node(name) {
             out_of_service::reconcile(&self.vms, &node).await?;
         }
         let vm = self.vms.get(name);
-        let (Some(node), Some(zone)) =
-            (self.nodes.get(&Key::cluster(name.as_str())), vm.as_deref().and_then(zone_of))
-        else {
+        let (Some(node), Some(zone)) = (self.node(name), vm.as_deref().and_then(zone_of)) else {
             self.forget(name);
             return Ok(NextAction::AwaitChange);
         };
@@ -183,7 +194,7 @@ fn zone_label(node: &Node) -> Option<&str> {
     node.metadata.labels.as_ref()?.get(LABEL_ZONE).map(String::as_str)
 }
 
-/// Keeps identity, zone label and out-of-service taint.
+/// Keeps identity, zone label, readiness, UUID and out-of-service taints.
 fn trim(node: &mut Node) {
     node.metadata.annotations = None;
     node.metadata.finalizers = None;
@@ -191,7 +202,7 @@ fn trim(node: &mut Node) {
     if let Some(labels) = &mut node.metadata.labels {
         labels.retain(|key, _| key == LABEL_ZONE);
     }
-    node.taints.retain(|taint| taint.key == TAINT_OUT_OF_SERVICE);
+    node.taints.retain(is_out_of_service);
 }
 
 #[cfg(test)]

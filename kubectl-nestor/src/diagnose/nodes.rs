@@ -1,7 +1,7 @@
 //! Steps of the node in the guest and of the pod.
 
-use crds::names::{GUEST_DRIVER, TAINT_OUT_OF_SERVICE};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use crds::names::{GUEST_DRIVER, TAINT_OUT_OF_SERVICE, TAINT_PROVEN_OFF};
+use k8s_openapi::api::core::v1::{Node, Pod, Taint};
 
 use super::attachments::is_attached;
 use super::step::{State, Step, created, deleted};
@@ -34,8 +34,8 @@ fn judge_node(node: &Node, step: Step) -> Step {
     let ready = conditions.clone().find(|condition| condition.type_ == "Ready");
     let since = ready.and_then(|ready| ready.last_transition_time.as_ref()).map(|time| time.0);
     let mut taints = node.spec.iter().flat_map(|spec| spec.taints.iter().flatten());
-    if taints.any(|taint| taint.key == TAINT_OUT_OF_SERVICE) {
-        return step.is(State::Warning, "out of service").next("remove the taint when the node is repaired");
+    if let Some(taint) = taints.find(|taint| taint.key == TAINT_OUT_OF_SERVICE) {
+        return out_of_service(taint, step);
     }
     match ready {
         Some(ready) if ready.status == "True" => step.is(State::Ok, "Ready").since(since),
@@ -45,6 +45,16 @@ fn judge_node(node: &Node, step: Step) -> Step {
             .because(ready.message.clone().unwrap_or_default())
             .next("recover the node; if it is lost, see docs/guides/node-loss.md"),
         None => step.is(State::Unknown, "kubelet has not reported").since(created(&node.metadata)),
+    }
+}
+
+fn out_of_service(taint: &Taint, step: Step) -> Step {
+    let step = step.is(State::Warning, "out of service");
+    match taint.value.as_deref() {
+        Some(TAINT_PROVEN_OFF) => step
+            .because("gc-csi has set the taint, because the VM is proven off")
+            .next("start the VM, and gc-csi removes the taint; or delete the Node"),
+        _ => step.next("remove the taint when the node is repaired"),
     }
 }
 
@@ -111,5 +121,26 @@ fn waiting(snapshot: &Snapshot, step: Step) -> Step {
             step.next("wait; if it takes long, see the pod's events and the log of gc-csi-node on its node")
         }
         false => step.next("see the steps above"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn it_says_who_removes_the_out_of_service_taint() {
+        let action = |value: &str| {
+            let taint = json!({"key": TAINT_OUT_OF_SERVICE, "value": value, "effect": "NoExecute"});
+            let node = serde_json::from_value(json!({"metadata": {}, "spec": {"taints": [taint]}})).unwrap();
+            let step = judge_node(&node, Step::new(Tier::Guest, "Node", "n"));
+            (step.state, step.action.unwrap_or_default())
+        };
+        let (state, own) = action("proven-off");
+        assert!(state == State::Warning && own.contains("gc-csi removes the taint"), "{own}");
+        let (state, persons) = action("nodeshutdown");
+        assert!(state == State::Warning && persons.starts_with("remove the taint"), "{persons}");
     }
 }

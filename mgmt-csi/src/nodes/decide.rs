@@ -9,6 +9,7 @@ use kube::ResourceExt;
 use kube_kit::labels::managed_by;
 use uuid::Uuid;
 
+use super::proof;
 use super::status::{self, StatusWriter};
 
 /// Label of a node: the namespace of its VirtualMachine.
@@ -30,7 +31,7 @@ pub(super) fn invalid_uuid(vm: &VirtualMachine) -> Option<String> {
 /// What of a VM decides on its node and its status.
 pub(super) fn inputs(vm: &VirtualMachine) -> impl PartialEq + use<'_> {
     let zone = vm.metadata.labels.as_ref().and_then(|labels| labels.get(LABEL_ZONE));
-    (&vm.metadata.uid, &vm.status, zone)
+    (&vm.metadata.uid, &vm.status, zone, proof::recorded(vm).is_some())
 }
 
 /// Of the VMs with one UUID, the one that has the node: the oldest. The others are in error.
@@ -68,7 +69,7 @@ pub(super) fn needs_check(vm: &VirtualMachine, node: &Node, writer: StatusWriter
         && node.labels == desired.labels
         && (desired.zone.is_none() || node.zone == desired.zone);
     let has_status = status::patch(vm.status.as_ref(), node, writer).is_none();
-    !is_same || !has_status || node.state != NodeState::Running
+    !is_same || !has_status || node.state != NodeState::Running || proof::recorded(vm).is_some()
 }
 
 /// Whether mgmt-csi has registered a node, and may remove it with its VirtualMachine. Others belong to an administrator.
@@ -78,6 +79,7 @@ pub(super) fn is_own(node: &Node) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use crds::names::ANNOTATION_PROVEN_OFF;
     use serde_json::{Value, json};
 
     use super::*;
@@ -103,7 +105,17 @@ mod tests {
     fn registered(spec: NodeSpec, state: NodeState) -> Node {
         let NodeSpec { name, zone, labels, .. } = spec;
         let uuid = UUID.parse().unwrap();
-        Node { uuid, name, hypervisor: "kvm".into(), zone, labels, state, max_disks: None, message: None }
+        Node {
+            uuid,
+            name,
+            hypervisor: "kvm".into(),
+            zone,
+            labels,
+            state,
+            proven_off: false,
+            max_disks: None,
+            message: None,
+        }
     }
 
     #[test]
@@ -149,6 +161,9 @@ mod tests {
         assert!(checked(NodeSpec { name: "old".into(), ..desired() }, NodeState::Running));
         assert!(checked(NodeSpec { zone: None, ..desired() }, NodeState::Running));
         assert!(checked(NodeSpec { labels: Labels::new(), ..desired() }, NodeState::Running));
+        let mut recorded = VirtualMachine::clone(&vm);
+        recorded.metadata.annotations = Some([(ANNOTATION_PROVEN_OFF.to_owned(), String::new())].into());
+        assert!(needs_check(&recorded, &registered(desired(), NodeState::Running), writer));
         let without_zone = plain(json!({"biosUUID": UUID, "powerState": "PoweredOn"}));
         let of_the_hypervisor = NodeSpec { zone: Some("z".into()), ..node(&without_zone, writer) };
         assert!(!needs_check(&without_zone, &registered(of_the_hypervisor, NodeState::Running), writer));

@@ -1,5 +1,5 @@
 //! Nodes: keeps the nodes of the storage infra equal to the VirtualMachines, and the status of VirtualMachines equal to what
-//! their hypervisors report, if no other program writes that. A VM waits until its status has its UUID; the storage infra
+//! their hypervisors report, if no other program writes that. A VM that is proven off is annotated with the time of the proof. A VM waits until its status has its UUID; the storage infra
 //! finds the hypervisor.
 //!
 //! The node of a deleted VirtualMachine is removed as soon as the storage infra has proven that its disks are free. Nodes that
@@ -10,7 +10,9 @@
 
 mod decide;
 mod metrics;
+mod proof;
 mod status;
+mod writes;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,15 +22,11 @@ use std::time::Duration;
 use crds::VirtualMachine;
 use infra_api::{Change as InfraChange, Event, EventKind, Node};
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
 use kube::core::ApiResource;
-use kube_kit::client::chain;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::queue::{NextAction, Queue, Retry};
 use prometheus_client::registry::Registry;
-use serde_json::json;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -84,8 +82,8 @@ enum CheckError {
     Register(#[from] RegisterError),
     #[error("failed to remove it, although its VirtualMachine was deleted: {0}")]
     Remove(#[from] DeleteError),
-    #[error("failed to write the status of VirtualMachine {0}: {1}")]
-    Status(Key, String),
+    #[error("failed to write {0} of VirtualMachine {1}: {2}")]
+    Write(&'static str, Key, String),
 }
 
 /// The reconciler, not started yet.
@@ -231,7 +229,10 @@ impl Nodes {
         if self.metrics.unregistered.remove(uuid) {
             requeue_unattached(&context.shared, uuid);
         }
-        self.write_status(context, vm, &node).await
+        writes::status(context, vm, &node, self.writer).await?;
+        writes::proof(context, vm, node.proven_off).await?;
+        let next = proof::next_check(&node, has_disks(&context.shared, uuid));
+        Ok(next.map_or(NextAction::AwaitChange, NextAction::RequeueAfter))
     }
 
     /// Reports a VM that could not be registered, unless it is registered already.
@@ -303,35 +304,6 @@ impl Nodes {
         }
     }
 
-    async fn write_status(
-        &self,
-        context: &Context,
-        vm: &VirtualMachine,
-        node: &Node,
-    ) -> Result<NextAction, CheckError> {
-        let Some(changes) = status::patch(vm.status.as_ref(), node, self.writer) else {
-            return Ok(NextAction::AwaitChange);
-        };
-        let key = Key::of(vm);
-        let api = Api::<VirtualMachine>::namespaced_with(
-            context.shared.client.clone(),
-            &key.namespace,
-            &context.resource,
-        );
-        let patch = Patch::Merge(json!({"metadata": {"uid": vm.metadata.uid}, "status": changes}));
-        match api.patch_status(&key.name, &PatchParams::default(), &patch).await {
-            Ok(_) => {
-                tracing::info!(vm = %key, status = %json!(changes), "wrote the status");
-                Ok(NextAction::AwaitChange)
-            }
-            // Deleted, or created again; the watch shows it.
-            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => {
-                Ok(NextAction::AwaitChange)
-            }
-            Err(error) => Err(CheckError::Status(key, chain(&error))),
-        }
-    }
-
     fn kept_since(&self) -> MutexGuard<'_, HashMap<Uuid, Instant>> {
         self.kept_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -340,6 +312,12 @@ impl Nodes {
 /// Group of VMs with this UUID in the index.
 fn group(uuid: Uuid) -> Key {
     Key::cluster(uuid.to_string())
+}
+
+/// Whether a VM has VolumeAttachments.
+fn has_disks(shared: &Shared, uuid: Uuid) -> bool {
+    let text = uuid.to_string();
+    shared.attachments.informer().find(|one| one.spec.node_uuid == text).is_some()
 }
 
 /// Retries the attaches that may have failed because the node was not registered.

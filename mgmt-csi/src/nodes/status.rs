@@ -65,6 +65,7 @@ mod tests {
             zone: zone.map(str::to_owned),
             labels: Labels::new(),
             state,
+            proven_off: false,
             max_disks: None,
             message: None,
         };

@@ -173,7 +173,7 @@ impl Row for Snapshot {
 
 impl Row for Node {
     const HEADER: &'static [&'static str] =
-        &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MAX DISKS", "MESSAGE"];
+        &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "PROVEN OFF", "MAX DISKS", "MESSAGE"];
 
     fn cells(&self) -> Vec<String> {
         vec![
@@ -182,6 +182,7 @@ impl Row for Node {
             self.hypervisor.clone(),
             dash(self.zone.clone().unwrap_or_default()),
             self.state.to_string(),
+            self.proven_off.to_string(),
             dash(self.max_disks.map(|max| max.to_string()).unwrap_or_default()),
             dash(self.message.clone().unwrap_or_default()),
         ]

@@ -174,8 +174,13 @@ impl Service {
             disks.clone(),
             attachments.clone(),
         ));
-        let nodes =
-            Arc::new(Nodes::new(core.clone(), hypervisors.clone(), power.clone(), attachments.clone()));
+        let nodes = Arc::new(Nodes::new(
+            core.clone(),
+            hypervisors.clone(),
+            power.clone(),
+            disks.clone(),
+            attachments.clone(),
+        ));
         let volumes = Arc::new(Volumes::new(
             core.clone(),
             engines.clone(),

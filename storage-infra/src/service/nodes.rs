@@ -10,6 +10,7 @@ use uuid::Uuid;
 
 use super::attachments::Attachments;
 use super::core::Core;
+use super::disks::{Disks, OffProof};
 use super::hypervisors::Hypervisors;
 use super::power::{PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
@@ -21,12 +22,15 @@ use locate::{Location, Report, locate, moved_to};
 
 /// Timeout for a hypervisor to find a VM.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// Timeout of the proof that a VM is off.
+const PROOF_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The registered nodes.
 pub struct Nodes {
     core: Arc<Core>,
     hypervisors: Arc<Hypervisors>,
     power: Arc<PowerStates>,
+    disks: Arc<Disks>,
     attachments: Arc<Attachments>,
 }
 
@@ -35,19 +39,41 @@ impl Nodes {
         core: Arc<Core>,
         hypervisors: Arc<Hypervisors>,
         power: Arc<PowerStates>,
+        disks: Arc<Disks>,
         attachments: Arc<Attachments>,
     ) -> Self {
-        Self { core, hypervisors, power, attachments }
+        Self { core, hypervisors, power, disks, attachments }
     }
 
     /// One node with its current state.
     pub async fn get(&self, uuid: Uuid) -> Result<Node> {
-        self.power.node(uuid).await
+        Ok(self.with_proof(self.power.node(uuid).await?).await)
     }
 
     /// All nodes with their current state.
     pub async fn list(&self) -> Result<Vec<Node>> {
-        self.power.nodes().await
+        let nodes = self.power.nodes().await?;
+        Ok(futures::future::join_all(nodes.into_iter().map(|node| self.with_proof(node))).await)
+    }
+
+    /// Adds whether the VM is proven off.
+    async fn with_proof(&self, node: Node) -> Node {
+        let proof = match has_no_disks(node.state) {
+            true => self.proof(node.uuid).await,
+            false => OffProof::NotProven,
+        };
+        Node { proven_off: self.power.is_proven_off(node.uuid, proof), ..node }
+    }
+
+    async fn proof(&self, uuid: Uuid) -> OffProof {
+        let proof = tokio::time::timeout(PROOF_TIMEOUT, self.disks.prove_vm_off(uuid)).await;
+        let why = match proof {
+            Ok(Ok(proof)) => return proof,
+            Ok(Err(failure)) => failure.0.detail,
+            Err(_) => format!("no answer within {PROOF_TIMEOUT:?}"),
+        };
+        tracing::warn!(node = %uuid, "cannot check whether the VM is off: {why}");
+        OffProof::NotProven
     }
 
     /// Registers or updates a node. True if it is new.
@@ -70,7 +96,7 @@ impl Nodes {
             tracing::info!(node = %uuid, ?change, "registered the node");
             self.core.emit(EventKind::Node, uuid, change);
         }
-        Ok((self.power.node(uuid).await?, change == Some(Change::Created)))
+        Ok((self.get(uuid).await?, change == Some(Change::Created)))
     }
 
     async fn row(&self, uuid: Uuid) -> Result<Option<NodeRow>> {

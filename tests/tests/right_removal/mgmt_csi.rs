@@ -149,6 +149,7 @@ impl<'a> Replacement<'a> {
                 s.vms().patch_status(vm, &PatchParams::default(), &patch).await?;
                 vm.to_owned()
             }
+            MgmtCsi::EndedProof => s.annotate_as_proven_off(vm).await.map(|()| vm.to_owned())?,
             MgmtCsi::NewClass => s.management_class(&[]).await?,
             MgmtCsi::ChangedCapacity => {
                 let one = self.a_capacity().await?.name_any();
@@ -199,6 +200,7 @@ impl<'a> Replacement<'a> {
                 let status = s.vms().get(subject).await?.status.unwrap_or_default();
                 Ok(status.power_state.map(drop).ok_or_else(|| "no power state".to_owned()))
             }
+            MgmtCsi::EndedProof => s.is_proven_off(subject, false).await,
             MgmtCsi::NewClass => {
                 let all = self.capacities().list(&ListParams::default()).await?.items;
                 let is_there = all.iter().any(|one| one.storage_class_name == subject);

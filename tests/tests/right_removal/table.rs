@@ -35,6 +35,8 @@ pub(super) enum MgmtCsi {
     NewVm,
     /// The status of a VM has no power state.
     VmStatus,
+    /// A VM that runs is annotated as proven off.
+    EndedProof,
     /// A StorageClass is created.
     NewClass,
     /// A published capacity is not what is free.
@@ -151,6 +153,7 @@ const ROWS: &[Row] = &[
     (MGMT, "storagebudgets", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (MGMT, "storagebudgets/status", &["patch"], How::MgmtCsi(MgmtCsi::Budget)),
     (MGMT, "virtualmachines", WATCH, How::MgmtCsi(MgmtCsi::Start)),
+    (MGMT, "virtualmachines", &["patch"], How::MgmtCsi(MgmtCsi::EndedProof)),
     (MGMT, "events", &["create", "patch"], How::MgmtCsi(MgmtCsi::Abnormal)),
     (CAPACITY, "csistoragecapacities", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (CAPACITY, "csistoragecapacities", &["create"], How::MgmtCsi(MgmtCsi::NewClass)),

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use lab::audit::{Audit, Entry, Mark};
 use lab::rights::{Right, granted};
 use tests::console::Console;
-use tests::{Scenario, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run, unique};
 
 /// The roles of Nestor's own programs, with the end of the account's name. The sidecars' roles follow their manifests.
 const MANAGEMENT: [(&str, &[&str]); 10] = [
@@ -135,6 +135,11 @@ async fn use_rights(s: &Scenario) -> Result<()> {
     s.driver.publish(&volume, &node.name).await?;
     s.wait_for_event("data", &["attached to VirtualMachine", &node.name]).await?;
     s.driver.unpublish(&volume, &node.name).await?;
+    s.annotate_as_proven_off(&node.name).await?;
+    eventually("the annotation of a VM that runs is removed", PATIENCE, || {
+        s.is_proven_off(&node.name, false)
+    })
+    .await?;
     s.driver.expand(&volume, 8 << 20).await?;
     let snapshot = s.driver.snapshot(&unique("snapshot"), &volume, "nestor").await?.snapshot_id;
     s.driver.delete_snapshot(&snapshot).await?;

@@ -33,6 +33,17 @@ fn annotations() -> Vec<Attempt<Act>> {
             ),
         ),
         request(
+            "forge the proof that the own VirtualMachine is off",
+            |site| {
+                let forged = annotation(names::ANNOTATION_PROVEN_OFF, "2026-01-01T00:00:00Z");
+                site.own(Kind::Vm).patch(&site.attacker.node.name, forged)
+            },
+            own(
+                POLICY,
+                Bounded("only the guest's own gc-csi reads it, and it taints only the guest's own Nodes"),
+            ),
+        ),
+        request(
             "forge the confirmation of entries of another guest's VirtualMachine",
             |site| {
                 let forged = annotation(names::ANNOTATION_VOLUMES_CONFIRMED, "0");

@@ -76,6 +76,12 @@ pub struct Node {
     pub labels: Labels,
     /// Power state at the time of the request.
     pub state: NodeState,
+    /// Whether the virtual machine is proven not to run at the time of the request: it is off or gone by all evidence with
+    /// which the server also frees disks, and no process has the image of one of its attached volumes open. False if it runs,
+    /// is saved or cannot be inspected, and if it has had no attached volume since it went off, whose image could show that it
+    /// runs.
+    #[serde(default)]
+    pub proven_off: bool,
     /// How many volumes can be attached to it at most; absent if the hypervisor cannot tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_disks: Option<u32>,

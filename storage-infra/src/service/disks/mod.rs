@@ -21,6 +21,7 @@ use crate::hypervisor::{DetachOutcome, Disk, Hypervisor, HypervisorError, Power}
 use context::describe;
 
 pub(super) use context::AttachmentContext;
+pub(super) use proof::OffProof;
 
 /// The disks of volumes in VMs.
 pub(super) struct Disks {

@@ -3,21 +3,49 @@
 
 use std::time::{Duration, Instant};
 
-use infra_api::NodeState;
+use infra_api::{AttachmentState, NodeState};
+use uuid::Uuid;
 
 use super::Disks;
 use super::context::{AttachmentContext, describe};
+use crate::catalog::{AttachmentRow, Tx};
 use crate::engine::EngineError;
 use crate::engine::image_lock::{Holder, holder};
 use crate::hypervisor::DiskSource;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Power};
+use crate::service::power::has_no_disks;
 use crate::service::problems::Result;
 
 /// Time for QEMU to close the image of a detached disk.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout for the pool's filesystem to report image locks.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What is proven about a VM that its hypervisor reports as off or gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::service) enum OffProof {
+    /// It does not run.
+    Proven,
+    /// It is off by all other evidence, but no image could show a QEMU that libvirt has lost.
+    NoImage,
+    /// It may run.
+    NotProven,
+}
+
+/// An attachment of a node that may be off.
+struct NodeAttachment {
+    context: AttachmentContext,
+    /// Whether the volume has no other attachment.
+    is_only: bool,
+}
+
+impl NodeAttachment {
+    fn of(tx: &Tx<'_>, row: AttachmentRow) -> Result<Self> {
+        let is_only = tx.attachments(None, Some(&row.volume))?.len() == 1;
+        Ok(Self { context: AttachmentContext::of(tx, row)?, is_only })
+    }
+}
 
 impl Disks {
     /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
@@ -43,6 +71,54 @@ impl Disks {
             DetachOutcome::Detached => self.prove_closed(context, disk, presence.facts.power).await,
             still_holding => Ok(still_holding),
         }
+    }
+
+    /// Whether a VM is off: by the evidence that frees disks, and by the images of the volumes that are attached to it alone.
+    pub(in crate::service) async fn prove_vm_off(&self, node: Uuid) -> Result<OffProof> {
+        let row = self.power.node_row(node).await?;
+        let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
+        if hypervisor.kind() != LIBVIRT {
+            return Ok(OffProof::NotProven);
+        }
+        let attachments = self.attachments_of(node).await?;
+        let disks: Vec<Disk> = attachments.iter().map(|one| self.disk_of(&one.context)).collect();
+        let presence = hypervisor.presence(node, &disks).await?;
+        let (state, _) = self.power.node_state(&row, &presence.facts).await?;
+        let is_off = has_no_disks(state)
+            && presence.disks.is_empty()
+            && self.power.prove_off(&row, &presence.facts).await? == DetachOutcome::Detached;
+        match is_off {
+            true => Ok(self.prove_by_images(&attachments).await),
+            false => Ok(OffProof::NotProven),
+        }
+    }
+
+    /// The attachments of a node whose disks it may have.
+    async fn attachments_of(&self, node: Uuid) -> Result<Vec<NodeAttachment>> {
+        self.core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                let rows = tx.attachments(Some(node), None)?.into_iter();
+                let confirmed = rows.filter(|row| row.state != AttachmentState::Attaching);
+                confirmed.map(|row| NodeAttachment::of(tx, row)).collect()
+            })
+            .await
+    }
+
+    /// What the images of volumes that only this VM has say about a VM that is off by all other evidence.
+    async fn prove_by_images(&self, attachments: &[NodeAttachment]) -> OffProof {
+        let mut proof = OffProof::NoImage;
+        for one in attachments.iter().filter(|one| one.is_only) {
+            if !matches!(self.locked_by(&one.context, &self.disk_of(&one.context)).await, Ok(None)) {
+                return OffProof::NotProven;
+            }
+            proof = OffProof::Proven;
+        }
+        proof
+    }
+
+    fn disk_of(&self, context: &AttachmentContext) -> Disk {
+        context.disk(self.engines.of(&context.pool).source(&context.volume.id))
     }
 
     /// Whether no QEMU has the disk's image open. Other attachments of a shared volume have it legitimately.

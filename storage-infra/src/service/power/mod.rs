@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::core::{Core, now};
+use super::disks::OffProof;
 use super::hypervisors::Hypervisors;
 use super::problems::{Failure, Result};
 use crate::catalog::NodeRow;
@@ -46,6 +47,8 @@ struct PowerMemory {
     /// VMs whose saved memory was kept by the hypervisor (managed save), and the time of the last observation.
     kept: HashMap<Uuid, Instant>,
     states: HashMap<Uuid, NodeState>,
+    /// VMs that were proven off, and that have been off or gone since.
+    proven_off: HashSet<Uuid>,
 }
 
 /// Whether a VM in this state has no disks.
@@ -99,7 +102,19 @@ impl PowerStates {
         let (state, message) = result.unwrap_or_else(|why| (NodeState::Unknown, Some(why)));
         let NodeSpec { name, hypervisor, zone, labels } = row.spec;
         let zone = zone.or_else(|| self.hypervisors.zone(&hypervisor).map(str::to_owned));
-        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, max_disks, message }
+        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, proven_off: false, max_disks, message }
+    }
+
+    /// Whether a VM is proven off. Once proven, it stays so until it is observed in another state: its volumes may have been
+    /// detached since, and then no image is left that could prove it again.
+    pub(super) fn is_proven_off(&self, node: Uuid, proof: OffProof) -> bool {
+        let proven_off = &mut self.memory().proven_off;
+        match proof {
+            OffProof::Proven => proven_off.insert(node),
+            OffProof::NotProven => proven_off.remove(&node),
+            OffProof::NoImage => false,
+        };
+        proven_off.contains(&node)
     }
 
     fn memory(&self) -> MutexGuard<'_, PowerMemory> {
@@ -222,6 +237,7 @@ impl PowerStates {
         let mut memory = self.memory();
         memory.kept.remove(&node);
         memory.discarded.remove(&node);
+        memory.proven_off.remove(&node);
     }
 
     /// Forgets the recorded host of a hypervisor, so that another is accepted.
@@ -271,6 +287,9 @@ impl PowerStates {
         let node = row.uuid;
         self.update_saved_state(node, facts.power).await?;
         let (state, why) = self.node_state(row, facts).await?;
+        if !has_no_disks(state) {
+            self.memory().proven_off.remove(&node);
+        }
         let before = self.memory().states.insert(node, state);
         // On the first observation, report only nodes that are not running.
         if before.unwrap_or(NodeState::Running) != state {

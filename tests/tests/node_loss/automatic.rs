@@ -1,0 +1,245 @@
+//! Nodes that are lost without a person: gc-csi taints a Node only if its VM is proven off, takes only its own taint back, and
+//! the pods run elsewhere with their data.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF, TAINT_OUT_OF_SERVICE, TAINT_PROVEN_OFF};
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use kube::api::{Api, Patch, PatchParams};
+use lab::vm::virsh;
+use rustix::process::Signal;
+use serde_json::json;
+use tests::hypervisor::BareDomain;
+use tests::program::Controller;
+use tests::{PATIENCE, Scenario, alone, eventually};
+
+use super::{RecordWriterPod, start_record_writer, with_bare_domains, with_vms_that_are_restored};
+
+/// Component of the lab: the first guest's gc-csi.
+const GC_CSI: &str = "g1-gc-csi";
+
+fn nodes(s: &Scenario) -> Api<Node> {
+    Api::all(s.guest.clone())
+}
+
+/// The values of a Node's out-of-service taints.
+async fn taints(s: &Scenario, node: &str) -> Result<Vec<String>> {
+    let taints = nodes(s).get(node).await?.spec.and_then(|spec| spec.taints).unwrap_or_default();
+    let ours = taints.into_iter().filter(|taint| taint.key == TAINT_OUT_OF_SERVICE);
+    Ok(ours.map(|taint| taint.value.unwrap_or_default()).collect())
+}
+
+/// Waits until a Node has exactly these out-of-service taints.
+async fn has_taints(s: &Scenario, node: &str, expected: &[&str]) -> Result<()> {
+    eventually(&format!("Node {node} has the out-of-service taints {expected:?}"), PATIENCE, || async {
+        let found = taints(s, node).await?;
+        Ok(if found == expected { Ok(()) } else { Err(format!("{found:?}")) })
+    })
+    .await
+}
+
+/// Sets the Ready condition of a Node without kubelet.
+async fn set_ready(s: &Scenario, node: &str, status: &str) -> Result<()> {
+    let ready = json!({"type": "Ready", "status": status, "reason": "Test", "message": "set by a test"});
+    let patch = Patch::Strategic(json!({"status": {"conditions": [ready]}}));
+    nodes(s).patch_status(node, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Waits until the management cluster records that a VM is proven off, or that it is not.
+async fn is_proven_off(s: &Scenario, vm: &str, expected: bool) -> Result<()> {
+    let what = format!("VirtualMachine {vm} is proven off: {expected}");
+    eventually(&what, PATIENCE, || s.is_proven_off(vm, expected)).await
+}
+
+async fn has_power_state(s: &Scenario, vm: &str, expected: &str) -> Result<()> {
+    eventually(&format!("VirtualMachine {vm} is {expected}"), PATIENCE, || async {
+        let status = s.vms().get(vm).await?.status.unwrap_or_default();
+        Ok(if status.power_state.as_deref() == Some(expected) { Ok(()) } else { Err(format!("{status:?}")) })
+    })
+    .await
+}
+
+/// Attaches a new volume to a domain whose Node has no kubelet.
+async fn join_with_volume(s: &Scenario, domain: &BareDomain) -> Result<String> {
+    s.lab.join_guest(&domain.node).await?;
+    let handle = s.volume().await?;
+    s.driver.publish(&handle, &domain.node.name).await?;
+    Ok(handle)
+}
+
+// ---- domains without a boot disk ----
+
+#[tokio::test]
+async fn a_node_is_tainted_only_when_its_vm_is_proven_off_and_not_if_it_is_paused_or_saved() -> Result<()> {
+    with_bare_domains(|s, domains| async move {
+        let [paused, saved] = &*domains;
+        for domain in [paused, saved] {
+            join_with_volume(&s, domain).await?;
+        }
+        let [first, second] = [&paused.node.name, &saved.node.name];
+        paused.virsh(&s, "suspend").await?;
+        saved.virsh(&s, "managedsave").await?;
+        has_power_state(&s, second, "Suspended").await?;
+        for node in [first, second] {
+            set_ready(&s, node, "False").await?;
+            s.wait_for_reason_of("Node", node, "NodeNotProvenOff", &["has not proven"]).await?;
+            is_proven_off(&s, node, false).await?;
+            ensure!(taints(&s, node).await?.is_empty(), "{node} is tainted without a proof");
+        }
+
+        // Without its saved memory, the VM is off.
+        virsh(s.lab.run(), ["managedsave-remove", second]).await?;
+        has_taints(&s, second, &[TAINT_PROVEN_OFF]).await?;
+        s.wait_for_reason_of("Node", second, "OutOfServiceTaintAdded", &["has proven", second]).await?;
+        paused.signal(&s, Signal::KILL)?;
+        has_taints(&s, first, &[TAINT_PROVEN_OFF]).await?;
+        for vm in [first, second] {
+            let annotations = s.vms().get(vm).await?.annotations().clone();
+            ensure!(!annotations.contains_key(ANNOTATION_OUT_OF_SERVICE), "fencing is requested for {vm}");
+        }
+
+        // A VM that runs loses the taint before its Node is ready: pods that make it ready may not tolerate it.
+        paused.virsh(&s, "start").await?;
+        has_taints(&s, first, &[]).await?;
+        s.wait_for_reason_of("Node", first, "OutOfServiceTaintRemoved", &["runs again"]).await?;
+        is_proven_off(&s, first, false).await?;
+        ensure!(taints(&s, second).await? == [TAINT_PROVEN_OFF], "the VM that is off lost its taint");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
+    let _alone = alone().await;
+    with_bare_domains(|s, domains| async move {
+        let [domain, _] = &*domains;
+        join_with_volume(&s, domain).await?;
+        let node = &domain.node.name;
+        s.stop_component(GC_CSI).await?;
+        let never = Controller::start(&s, &["--out-of-service-taint=never"]).await?;
+        domain.signal(&s, Signal::KILL)?;
+        is_proven_off(&s, node, true).await?;
+        set_ready(&s, node, "False").await?;
+        has_decided_again(&s, &never, node).await?;
+        ensure!(taints(&s, node).await?.is_empty(), "tainted although the policy is never");
+        never.stop().await?;
+
+        // The same Node with the default policy. This controller has not seen the proof renewed before.
+        let proven = Controller::start(&s, &[]).await?;
+        has_taints(&s, node, &[TAINT_PROVEN_OFF]).await?;
+        domain.virsh(&s, "start").await?;
+        has_taints(&s, node, &[]).await?;
+        proven.stop().await
+    })
+    .await
+}
+
+/// Waits until a controller has decided about its Nodes after the proof of a VM was renewed.
+async fn has_decided_again(s: &Scenario, controller: &Controller, vm: &str) -> Result<()> {
+    let proof = async || anyhow::Ok(s.vms().get(vm).await?.annotations().get(ANNOTATION_PROVEN_OFF).cloned());
+    let before = proof().await?;
+    eventually("the proof is renewed", PATIENCE, || async {
+        let now = proof().await?;
+        Ok(if now != before { Ok(()) } else { Err(format!("{now:?}")) })
+    })
+    .await?;
+    // Because of this renewal, or of the next.
+    let begun = decisions(controller).await?;
+    eventually("the controller decides", PATIENCE, || async {
+        let count = decisions(controller).await?;
+        Ok(if count > begun { Ok(()) } else { Err(format!("{count} decisions")) })
+    })
+    .await
+}
+
+/// How many decisions about taints a controller has begun.
+async fn decisions(controller: &Controller) -> Result<u64> {
+    let (_, metrics) = controller.process.get("/metrics").await?;
+    let name = "nestor_gc_csi_work_queue_wait_seconds_count{controller=\"lost-nodes\"} ";
+    let count = metrics.lines().find_map(|line| line.strip_prefix(name));
+    Ok(count.with_context(|| format!("no metric {name}"))?.parse()?)
+}
+
+// ---- libvirt VMs ----
+
+/// When a lost pod reached its steps, since its VM was killed.
+struct Times {
+    not_ready: Duration,
+    elsewhere: Duration,
+}
+
+impl Times {
+    fn print(&self, how: &str) {
+        println!(
+            "{how}: the Node is not ready {:.1} s after its VM was killed, and the pod is ready on the other VM {:.1} s after that",
+            self.not_ready.as_secs_f64(),
+            (self.elsewhere - self.not_ready).as_secs_f64()
+        );
+    }
+}
+
+/// Waits until the pod of a VM that was killed is ready on the other one.
+async fn wait_until_elsewhere(
+    pods: &tests::pods::PodScenario,
+    pod: &RecordWriterPod,
+    killed: Instant,
+) -> Result<Times> {
+    pods.node_ready(&pod.lost, false).await?;
+    let not_ready = killed.elapsed();
+    let node = pods.ready_on("web", Some(&pod.lost)).await?;
+    ensure!(node == pod.other, "the pod is on {node}");
+    Ok(Times { not_ready, elsewhere: killed.elapsed() })
+}
+
+#[tokio::test]
+async fn a_pod_of_a_killed_vm_runs_elsewhere_without_a_person() -> Result<()> {
+    with_vms_that_are_restored(|pods| async move {
+        let (s, pod) = (pods.scenario(), start_record_writer(&pods).await?);
+        let vm = s.lab.vm(&pod.lost)?;
+        let killed = Instant::now();
+        vm.crash().await?;
+        wait_until_elsewhere(&pods, &pod, killed).await?.print("killed, without a person");
+        ensure!(taints(s, &pod.lost).await? == [TAINT_PROVEN_OFF], "the taint is not gc-csi's");
+        s.wait_for_reason_of("Node", &pod.lost, "OutOfServiceTaintAdded", &[&pod.lost]).await?;
+        let annotations = s.vms().get(&pod.lost).await?.annotations().clone();
+        ensure!(
+            !annotations.contains_key(ANNOTATION_OUT_OF_SERVICE),
+            "fencing was requested: {annotations:?}"
+        );
+
+        vm.power_on().await?;
+        has_taints(s, &pod.lost, &[]).await?;
+        vm.wait_for_node(&s.guest).await?;
+        s.wait_for_reason_of("Node", &pod.lost, "OutOfServiceTaintRemoved", &[&pod.lost]).await?;
+        // It is schedulable: pods run on it.
+        pod.no_record_is_lost(&pods).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_returns() -> Result<()> {
+    with_vms_that_are_restored(|pods| async move {
+        let (s, pod) = (pods.scenario(), start_record_writer(&pods).await?);
+        let vm = s.lab.vm(&pod.lost)?;
+        let killed = Instant::now();
+        vm.crash().await?;
+        pods.set_out_of_service(&pod.lost, true).await?;
+        wait_until_elsewhere(&pods, &pod, killed).await?.print("killed, tainted by hand at once");
+        is_proven_off(s, &pod.lost, true).await?;
+        ensure!(taints(s, &pod.lost).await? == ["nodeshutdown"], "the taint of a person was changed");
+
+        vm.power_on().await?;
+        is_proven_off(s, &pod.lost, false).await?;
+        pods.node_ready(&pod.lost, true).await?;
+        ensure!(taints(s, &pod.lost).await? == ["nodeshutdown"], "the taint of a person was removed");
+        pods.set_out_of_service(&pod.lost, false).await?;
+        vm.wait_for_node(&s.guest).await?;
+        pod.no_record_is_lost(&pods).await
+    })
+    .await
+}

@@ -4,6 +4,7 @@
 
 #[macro_use]
 mod reason;
+pub mod anti_affinity;
 pub mod generate;
 pub mod names;
 mod storage_budget;

@@ -25,6 +25,6 @@ pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
 pub use transfers::{Adoption, Import, Release, Released, ResumePoint};
 pub use volumes::{
-    Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec,
-    VolumeState,
+    AntiAffinity, Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource,
+    VolumeSpec, VolumeState,
 };

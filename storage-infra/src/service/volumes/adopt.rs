@@ -235,7 +235,7 @@ mod tests {
             healthy: true,
             cordoned: false,
             free_bytes: 50,
-            groups: Vec::new(),
+            in_group: 0,
         };
         let free = |format| {
             let mut pools = [pool("a"), pool("b")];

@@ -101,14 +101,14 @@ impl CapacityLedger {
         facts: &Facts,
         group: Option<&str>,
     ) -> Result<Vec<Candidate>> {
-        let taken = group.map(|group| tx.pools_of_group(group)).transpose()?.unwrap_or_default();
+        let in_group = group.map(|group| tx.count_by_pool(group)).transpose()?.unwrap_or_default();
         let free = self.free(facts, &tx.reserved()?);
         let candidate = |row: crate::catalog::PoolRow| Candidate {
             labels: row.spec.labels,
             healthy: facts.contains_key(&row.name),
             cordoned: row.spec.cordoned,
             free_bytes: free.get(&row.name).copied().unwrap_or(0),
-            groups: group.filter(|_| taken.contains(&row.name)).map(str::to_owned).into_iter().collect(),
+            in_group: in_group.get(&row.name).copied().unwrap_or(0),
             name: row.name,
         };
         Ok(tx.pools()?.into_iter().map(candidate).collect())

@@ -64,7 +64,7 @@ impl PoolView {
             healthy: self.facts.is_ok(),
             cordoned: self.row.spec.cordoned,
             free_bytes: self.free,
-            groups: Vec::new(),
+            in_group: 0,
         }
     }
 

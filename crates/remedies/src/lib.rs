@@ -4,7 +4,7 @@
 //! are first.
 
 /// Phrases of an error, all of which must occur (without regard to case), and what to do.
-const REMEDIES: [(&[&str], &str); 33] = [
+const REMEDIES: [(&[&str], &str); 34] = [
     (
         &["exceeded quota"],
         "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \
@@ -33,6 +33,10 @@ const REMEDIES: [(&[&str], &str); 33] = [
     (
         &["too little free space"],
         "platform team: free space or add a pool (`storage-infra capacity`, `storage-infra pool list`)",
+    ),
+    (
+        &["same anti-affinity group"],
+        "use a StorageClass with antiAffinity: preferred, or ask the platform team for another pool (docs/guides/pools.md)",
     ),
     (
         &["labels do not match"],
@@ -144,6 +148,7 @@ mod tests {
             ("persistentvolumeclaims \"a\" is forbidden: exceeded quota: q, requested: 1", "ResourceQuota"),
             ("management StorageClass gold does not exist", "managementStorageClass"),
             ("no pool for 5Gi: p: too little free space", "free space"),
+            ("no pool: holds a volume of the same anti-affinity group", "preferred"),
             ("the storage budget of guest g allows 1Gi: 1Gi used, 1Gi more requested", "StorageBudget"),
             ("VolumeInUse: it is attached to VM x", "other VM"),
             (

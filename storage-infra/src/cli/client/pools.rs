@@ -4,6 +4,7 @@ use anyhow::Context;
 use clap::Subcommand;
 use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
+use super::disks::{self, DiscoverArgs, InitArgs};
 use super::{ClientArgs, label};
 use crate::cli::output;
 
@@ -27,6 +28,11 @@ pub(in crate::cli) enum PoolCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Show the disks of this host, and which of them can become pools. Writes nothing. Needs root.
+    Discover(DiscoverArgs),
+    /// Make pools of blank disks: format them with XFS, mount them at every start of the host, and register them. Run it as
+    /// root on the host of the server. Asks before it writes. Disks with anything on them are refused.
+    Init(InitArgs),
     /// List all pools.
     List {
         #[command(flatten)]
@@ -154,6 +160,8 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
             let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned, on_full };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
+        PoolCommand::Discover(args) => disks::discover(&args),
+        PoolCommand::Init(args) => disks::init(args).await,
         PoolCommand::List { client } => output::many(client.output, &client.connect()?.list_pools().await?),
         PoolCommand::Show { name, client } => {
             output::one(client.output, &find_pool(&client.connect()?, &name).await?)

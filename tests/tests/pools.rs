@@ -1,11 +1,14 @@
-//! Pools: anti-affinity of volumes, cordons and labels, removal.
+//! Pools: anti-affinity of volumes, StoragePools, cordons and labels, removal.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use crds::names;
+use crds::{PoolReason, StoragePool, names};
 use infra_api::PoolName;
 use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
+use kube_kit::quantity;
 use serde_json::json;
 use tests::driver::new_volume;
 use tests::guest::handle;
@@ -13,6 +16,8 @@ use tests::infra_cli::storage_infra;
 use tests::own_pool::OwnPool;
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
 
+/// The longest time until mgmt-csi looks at pools that report no change.
+const REFRESH: Duration = Duration::from_secs(60);
 /// Label of a scenario's pools.
 const OWN: &str = "test";
 
@@ -140,6 +145,100 @@ async fn invalid_anti_affinity_is_refused_with_the_reason() -> Result<()> {
         }
         let pool = s.infra.get_pool(&pool.name).await?.context("no pool")?;
         ensure!(pool.reserved_bytes == 0, "{pool:?}");
+        Ok(())
+    })
+    .await
+}
+
+// ---- StoragePools ----
+
+/// Waits until the StoragePool of a pool is as expected.
+async fn shows(
+    s: &Scenario,
+    pool: &OwnPool,
+    what: &str,
+    is_met: impl Fn(&StoragePool) -> bool,
+) -> Result<StoragePool> {
+    eventually(&format!("StoragePool {} shows {what}", pool.name), REFRESH + PATIENCE, || async {
+        let found = s.storage_pools().get_opt(pool.name.as_str()).await?;
+        Ok(match found {
+            Some(object) if is_met(&object) => Ok(object),
+            other => Err(format!("{:?}", other.map(|object| (object.spec, object.status)))),
+        })
+    })
+    .await
+}
+
+/// Status and reason of a condition.
+fn is(object: &StoragePool, condition: &str, status: &str, reason: PoolReason) -> bool {
+    let conditions = object.status.iter().flat_map(|status| &status.conditions);
+    conditions
+        .filter(|one| one.type_ == condition)
+        .any(|one| (one.status.as_str(), one.reason.as_str()) == (status, reason.as_str()))
+}
+
+#[tokio::test]
+async fn a_storagepool_follows_its_pool_and_nobody_elses_changes() -> Result<()> {
+    run(|s| async move {
+        let pool = s.pool(&[(OWN, &s.name), (names::LABEL_ZONE, "zone-a")]).await?;
+        let first =
+            shows(&s, &pool, "the pool", |object| is(object, "Schedulable", "True", PoolReason::Available))
+                .await?;
+        let known = s.infra.get_pool(&pool.name).await?.context("no pool")?;
+        let status = first.status.clone().context("no status")?;
+        ensure!(quantity::value(&status.capacity) == Some(known.capacity_bytes), "{status:?}");
+        ensure!(first.spec.zone.as_deref() == Some("zone-a") && !first.spec.cordoned, "{:?}", first.spec);
+
+        storage_infra(&s, &["pool", "cordon", pool.name.as_str()]).await?;
+        shows(&s, &pool, "the cordon", |object| {
+            object.spec.cordoned && is(object, "Schedulable", "False", PoolReason::Cordoned)
+        })
+        .await?;
+        let patch = Patch::Merge(json!({"spec": {"cordoned": false, "zone": "elsewhere"}}));
+        s.storage_pools().patch(pool.name.as_str(), &PatchParams::default(), &patch).await?;
+        shows(&s, &pool, "the pool again", |object| {
+            object.spec.cordoned && object.spec.zone == first.spec.zone
+        })
+        .await?;
+        storage_infra(&s, &["pool", "uncordon", pool.name.as_str()]).await?;
+
+        pool.hide()?;
+        let lost =
+            shows(&s, &pool, "the loss", |object| is(object, "Healthy", "False", PoolReason::Unavailable))
+                .await?;
+        ensure!(is(&lost, "Schedulable", "False", PoolReason::Unavailable), "{:?}", lost.status);
+        pool.show()?;
+        shows(&s, &pool, "health", |object| is(object, "Healthy", "True", PoolReason::Available)).await?;
+
+        let filler = pool.fill_up_to(known.capacity_bytes / 4).await?;
+        let fuller =
+            |object: &StoragePool| object.status.as_ref().is_some_and(|status| status.used_percent >= 60);
+        shows(&s, &pool, "what is used", fuller).await?;
+        std::fs::remove_file(filler)?;
+
+        storage_infra(&s, &["pool", "remove", pool.name.as_str()]).await?;
+        eventually("the StoragePool is gone", PATIENCE, || async {
+            let left = s.storage_pools().get_opt(pool.name.as_str()).await?;
+            Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.status))))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_storagepool_is_not_written_while_its_pool_does_not_change() -> Result<()> {
+    run(|s| async move {
+        let pool = s.pool(&[(OWN, &s.name)]).await?;
+        let class = management_class(&s, &[]).await?;
+        let before = shows(&s, &pool, "the pool", |object| object.status.is_some()).await?;
+        // Small volumes change its free space by less than a hundredth; the marker is a write that must be seen.
+        for _ in 0..3 {
+            placed(&s, &class).await?;
+        }
+        storage_infra(&s, &["pool", "label", pool.name.as_str(), "seen=yes"]).await?;
+        let after = shows(&s, &pool, "the label", |object| object.spec.labels.contains_key("seen")).await?;
+        ensure!(before.status == after.status, "{:?}, then {:?}", before.status, after.status);
         Ok(())
     })
     .await

@@ -4,6 +4,7 @@ use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
 use crate::storage_budget::StorageBudget;
+use crate::storage_pool::StoragePool;
 use crate::virtual_machine::{MAX_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
 use crate::volume_attachment::VolumeAttachment;
 
@@ -12,7 +13,7 @@ const MAX_CLASSES: usize = 64;
 
 /// All CustomResourceDefinitions as (file name, YAML text): the expected contents of `crds/yaml/`.
 pub fn all() -> Vec<(String, String)> {
-    [storage_budget(), virtual_machine(), volume_attachment()]
+    [storage_budget(), storage_pool(), virtual_machine(), volume_attachment()]
         .into_iter()
         .map(|crd| {
             let name = crd["metadata"]["name"].as_str().unwrap_or_default().to_owned();
@@ -80,6 +81,18 @@ fn storage_budget() -> Value {
     let status = &mut schema["status"]["properties"];
     map_list(&mut status["conditions"], "type");
     map_list(&mut status["used"]["properties"]["classes"], "name");
+    crd
+}
+
+/// Without subresources: one program writes spec and status, at once.
+fn storage_pool() -> Value {
+    let mut crd = to_value(&StoragePool::crd());
+    let version = &mut crd["spec"]["versions"][0];
+    version["subresources"] = json!({});
+    map_list(
+        &mut version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["conditions"],
+        "type",
+    );
     crd
 }
 

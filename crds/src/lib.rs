@@ -4,15 +4,18 @@
 
 #[macro_use]
 mod reason;
+pub mod anti_affinity;
 pub mod generate;
 pub mod names;
 mod storage_budget;
+mod storage_pool;
 mod virtual_machine;
 mod volume_attachment;
 
 pub use storage_budget::{
     BudgetReason, BudgetUsage, ClassBudget, ClassUsage, StorageBudget, StorageBudgetSpec, StorageBudgetStatus,
 };
+pub use storage_pool::{PoolReason, StoragePool, StoragePoolSpec, StoragePoolStatus};
 pub use virtual_machine::{
     MAX_VOLUMES, PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS,
     VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,

@@ -157,6 +157,9 @@ pub const ANNOTATION_GUEST_PODS: &str = "nestor.dev/guest-pods";
 /// Annotation on a management claim: comma-separated zones, preferred first, from which its volume must be accessible.
 /// At most [`MAX_REQUESTED_ZONES`]. Written by gc-csi, read by mgmt-csi.
 pub const ANNOTATION_REQUESTED_ZONES: &str = "nestor.dev/requested-zones";
+/// Annotation on a management claim: its volume is placed in another pool than the guest's other volumes of the group:
+/// `preferred:<group>` or `required:<group>`. Written by gc-csi at creation, read by mgmt-csi.
+pub const ANNOTATION_ANTI_AFFINITY: &str = "nestor.dev/anti-affinity";
 /// Maximum number of zones in [`ANNOTATION_REQUESTED_ZONES`].
 pub const MAX_REQUESTED_ZONES: usize = 64;
 /// Maximum length of a zone name in bytes: that of a label value.
@@ -230,6 +233,10 @@ pub const PARAMETER_MANAGEMENT_SNAPSHOT_CLASS: &str = "managementSnapshotClass";
 pub const PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: &str = "managementVolumeAttributesClass";
 /// Management StorageClass parameter: whether several VMs may write to a raw block volume at once.
 pub const PARAMETER_SHAREABLE: &str = "shareable";
+/// StorageClass parameter in both tiers: `preferred` or `required`, if the volumes of a group are placed in different pools.
+pub const PARAMETER_ANTI_AFFINITY: &str = "antiAffinity";
+/// StorageClass parameter in both tiers: name of the group. Absent: the claims of a StatefulSet's template are a group.
+pub const PARAMETER_ANTI_AFFINITY_GROUP: &str = "antiAffinityGroup";
 /// Key in `spec.csi.volumeAttributes` of a guest PV: name of the management PV to which it is pinned. As an annotation on
 /// the guest PV, it overrides the attribute, or pins a PV that does not have it.
 pub const MANAGEMENT_VOLUME: &str = "nestor.dev/management-pv";
@@ -314,6 +321,12 @@ pub fn disk_by_id(disk_uuid: &str) -> [String; 4] {
     let wwn: String = hex.chars().take(16).collect();
     let serial: String = uuid.chars().take(20).collect();
     [format!("wwn-0x{wwn}"), format!("wwn-0x{hex}"), format!("virtio-{serial}"), format!("nvme-uuid.{uuid}")]
+}
+
+/// ID of an anti-affinity group in the storage infra, where the groups of all guests are. A guest can't choose the ID of
+/// another guest's group.
+pub fn anti_affinity_id(namespace: &str, cluster_id: &str, group: &str) -> String {
+    digest(&["anti-affinity", namespace, cluster_id, group], 32)
 }
 
 /// The text is not a valid cluster ID.

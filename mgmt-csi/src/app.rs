@@ -34,6 +34,7 @@ use crate::guest_credentials::{GuestCredentialArgs, GuestCredentials};
 use crate::infra::{Certificates, InfraEvent, Rest, StorageInfra, monitor, subscribe};
 use crate::nodes::{NodeArgs, Nodes};
 use crate::ownership;
+use crate::pools::StoragePools;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
 
@@ -94,7 +95,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let claims = ClaimController::new(&mut registry, &cluster);
     let owners = VolumeOwners::new(&cluster);
     let credentials = GuestCredentials::new(&client, args.guest_credentials);
-    let (capacity, budgets) = (Capacity::default(), Budgets::default());
+    let (capacity, budgets, pools) = (Capacity::default(), Budgets::default(), StoragePools::default());
     let caches = (cluster.claims(), cluster.volumes());
     let traces = Traces::new(&client);
     let cluster = owners.watch(traces.watch(claims.watch(attach.watch(cluster))));
@@ -126,12 +127,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let on_infra_event: [OnInfraEvent; 7] = [
+    let on_infra_event: [OnInfraEvent; 8] = [
         Box::new(claims.on_infra_event()),
         Box::new(repair.on_infra_event()),
         Box::new(attach.on_infra_event()),
         Box::new(capacity.on_infra_event()),
         Box::new(budgets.on_infra_event()),
+        Box::new(pools.on_infra_event()),
         Box::new(owners.on_infra_event()),
         Box::new(nodes.on_infra_event()),
     ];
@@ -147,6 +149,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .as_deref()
             .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
         let budgets = budgets.start(client.clone(), infra.clone(), &ready, stop.clone());
+        let pools = pools.start(client.clone(), infra.clone(), &ready, stop.clone());
         let leading = async {
             let Some(attachments) = attachments.await else { return };
             let (shared, context) = (attachments.shared(), attachments.nodes());
@@ -163,6 +166,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 let credentials = credentials.run(stop.clone());
                 let guests =
                     async { tokio::join!(attachments.record_guests(), budgets.run(), owners, credentials) };
+                let publish = async { tokio::join!(publish, pools.run()) };
                 let nodes = nodes.run(&context, stop.clone());
                 tokio::join!(attach, claims, publish, guests, nodes);
             };

@@ -15,6 +15,7 @@ mod guest_credentials;
 pub mod infra;
 pub mod nodes;
 pub mod ownership;
+pub mod pools;
 pub mod repair;
 pub mod traces;
 mod virtual_machines;

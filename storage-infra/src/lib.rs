@@ -9,6 +9,7 @@
 //! | [`scope`] | which volumes and snapshots a client reaches (pure) |
 //! | [`placement`] | pool selection for new volumes (pure) |
 //! | [`engine`] | storage of bytes in a pool |
+//! | `host_disks` | disks of the host that become pools |
 //! | [`hypervisor`] | attaching disks to VMs |
 //! | [`backup`] | backups of the catalog, and their restoration |
 //! | [`recover`] | rebuilding a lost catalog from the pools |
@@ -26,6 +27,7 @@ pub mod engine;
 mod fail_points;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod host_disks;
 pub mod hypervisor;
 pub mod metrics;
 pub mod placement;

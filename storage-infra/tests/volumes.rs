@@ -6,7 +6,8 @@ use std::collections::HashSet;
 use std::fs;
 
 use infra_api::{
-    CapacityQuery, Placement, PoolName, ProblemCode, Qos, Rejection, VolumeSize, VolumeState, ZONE_LABEL,
+    AntiAffinity, CapacityQuery, Placement, PoolName, ProblemCode, Qos, Rejection, VolumeSize, VolumeState,
+    ZONE_LABEL,
 };
 use support::*;
 
@@ -29,7 +30,9 @@ async fn a_volume_is_created_once_expanded_and_deleted_with_its_bytes() {
     assert_eq!(shrink.problem().unwrap().status, 409);
     assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), 8 * MIB);
 
-    assert_eq!(code(server.client.delete_pool(&pool()).await), ProblemCode::InUse);
+    let refused = server.client.delete_pool(&pool()).await.unwrap_err();
+    assert!(refused.to_string().contains(&format!("holds 1 volume ({id})")), "{refused}");
+    assert_eq!(code::<()>(Err(refused)), ProblemCode::InUse);
     server.client.delete_volume(&id).await.unwrap();
     server.client.delete_volume(&id).await.unwrap();
     assert!(!site.file(&id).exists());
@@ -151,6 +154,11 @@ async fn placement_follows_labels_zones_groups_and_cordons() {
     assert_ne!(one.pool, two.pool);
     let refused = server.client.put_volume(&volume("db-3"), &group, SOON).await.unwrap_err();
     assert!(refused.to_string().contains("2 holds a volume of the same anti-affinity group"), "{refused}");
+
+    group.placement.anti_affinity = AntiAffinity::Preferred;
+    let three = server.client.put_volume(&volume("db-3"), &group, SOON).await.unwrap();
+    let four = server.client.put_volume(&volume("db-4"), &group, SOON).await.unwrap();
+    assert_ne!(three.pool, four.pool);
 
     spec.cordoned = true;
     server.client.put_pool(&second, &spec).await.unwrap();

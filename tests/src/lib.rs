@@ -22,6 +22,7 @@ pub mod guest_token;
 pub mod http_proxy;
 pub mod hypervisor;
 pub mod images;
+pub mod infra_cli;
 pub mod infra_data;
 pub mod infra_pki;
 pub mod inventory;

@@ -1,13 +1,20 @@
 //! Pools of the storage infra: own pools of a scenario, and labels on the lab's pools.
 
 use anyhow::{Context, Result, ensure};
+use crds::StoragePool;
 use infra_api::{OnFull, Pool, PoolName, PoolSpec};
+use kube::api::Api;
 use lab::process::{command, run};
 
 use crate::own_pool::OwnPool;
 use crate::{Scenario, unique};
 
 impl Scenario {
+    /// StoragePools of the management cluster.
+    pub fn storage_pools(&self) -> Api<StoragePool> {
+        Api::all(self.management.clone())
+    }
+
     /// Registers a pool for the scenario with these labels.
     pub async fn pool(&self, labels: &[(&str, &str)]) -> Result<OwnPool> {
         self.create_pool(labels, true).await

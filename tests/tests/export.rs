@@ -8,24 +8,13 @@ use infra_api::{Adoption, Owner, PoolName, ProblemCode, Qos, Release, Volume, Vo
 use lab::process::{command, run as run_program};
 use serde_json::json;
 use tests::bytes::{checksum, device, noise, read, write};
+use tests::infra_cli::storage_infra;
 use tests::pods::{self, PodScenario, Script};
-use tests::program::binary;
 use tests::{Scenario, run, unique};
 
 /// Longer than a copy of these volumes takes.
 const DEADLINE: Duration = Duration::from_secs(120);
 const BYTES: usize = 3 << 20;
-
-/// Runs a command of the program with the operator's certificate; returns its output.
-async fn storage_infra(s: &Scenario, arguments: &[&str]) -> Result<String> {
-    let infra = s.lab.state().infra.as_ref().context("no storage infra")?;
-    let mut command = command(&binary(&s.lab, "storage-infra").display().to_string(), arguments);
-    command.env("NESTOR_INFRA_URL", &infra.url);
-    for (name, file) in [("CA", "ca.crt"), ("CERT", "operator.crt"), ("KEY", "operator.key")] {
-        command.env(format!("NESTOR_INFRA_{name}"), infra.pki.join(file));
-    }
-    run_program(&mut command).await
-}
 
 fn text(path: &Path) -> Result<&str> {
     path.to_str().context("the path is not text")

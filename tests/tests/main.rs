@@ -52,6 +52,7 @@ mod package;
 mod partition;
 mod plugin;
 mod pool_lock;
+mod pools;
 mod proven_off;
 mod reclaim_policy;
 mod registration;

@@ -83,6 +83,7 @@ impl<'a> Upgrade<'a> {
         for definition in [
             "volumeattachments.nestor.dev",
             "storagebudgets.nestor.dev",
+            "storagepools.nestor.dev",
             "virtualmachines.vmoperator.vmware.com",
         ] {
             ensure!(kept.contains(definition), "helm does not tell that it keeps {definition}: {kept}");

@@ -35,6 +35,10 @@ const REMEDIES: [(&[&str], &str); 34] = [
         "platform team: free space or add a pool (`storage-infra capacity`, `storage-infra pool list`)",
     ),
     (
+        &["same anti-affinity group"],
+        "use a StorageClass with antiAffinity: preferred, or ask the platform team for another pool (docs/guides/pools.md)",
+    ),
+    (
         &["labels do not match"],
         "platform team: label a pool for the StorageClass, or correct the class's pool parameters \
          (`storage-infra pool list`)",
@@ -149,6 +153,7 @@ mod tests {
             ("persistentvolumeclaims \"a\" is forbidden: exceeded quota: q, requested: 1", "ResourceQuota"),
             ("management StorageClass gold does not exist", "managementStorageClass"),
             ("no pool for 5Gi: p: too little free space", "free space"),
+            ("no pool: holds a volume of the same anti-affinity group", "preferred"),
             ("the storage budget of guest g allows 1Gi: 1Gi used, 1Gi more requested", "StorageBudget"),
             ("VolumeInUse: it is attached to VM x", "other VM"),
             ("VolumeSuspended: the platform team suspended the volume", "resumes the volume"),

@@ -4,7 +4,7 @@ use crds::names;
 use csi::{Status, capability, proto};
 use tonic::Request;
 
-use super::parameters::management_class;
+use super::parameters::{Kind, management_class};
 use super::service::Controller;
 
 impl Controller {
@@ -26,10 +26,7 @@ impl Controller {
         }
         let class = match request.parameters.is_empty() {
             true => None,
-            false => {
-                let known = names::PARAMETER_MANAGEMENT_CLASS;
-                Some(management_class("StorageClass", known, &request.parameters)?)
-            }
+            false => Some(management_class(Kind::Storage, &request.parameters)?),
         };
         let segments = request.accessible_topology.as_ref().map(|topology| &topology.segments);
         let zone = segments.and_then(|segments| segments.get(names::LABEL_ZONE));

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crds::anti_affinity::{AntiAffinity, ClassParameters};
 use crds::names::{self, ClaimName, CsiName};
 use csi::Status;
 use csi::capability::{self, Access, Capability};
@@ -13,7 +14,7 @@ use tokio::time::Instant;
 use tonic::Request;
 
 use super::errors;
-use super::parameters::{extra, management_class};
+use super::parameters::{Kind, anti_affinity, extra, management_class};
 use super::pinned::PinnedVolumes;
 use super::service::{CACHE_LAG, Controller};
 use crate::events::Event;
@@ -128,8 +129,8 @@ pub(super) async fn create(
     }
     let capabilities = capability::required_all(&request.volume_capabilities)?;
     volumes.supports(&capabilities)?;
-    let class = management_class("StorageClass", names::PARAMETER_MANAGEMENT_CLASS, &request.parameters)?;
-    let class = class.to_owned();
+    let class = management_class(Kind::Storage, &request.parameters)?.to_owned();
+    let anti_affinity = anti_affinity(&request.parameters)?;
     let attributes_class = attributes_class(&request.mutable_parameters)?;
     let source = request.volume_content_source.as_ref().map(source).transpose()?;
     let zones = requested_zones(request.accessibility_requirements.as_ref());
@@ -138,7 +139,10 @@ pub(super) async fn create(
     let _guard = locks.acquire(&csi_name)?;
     // csi-provisioner treats a missing class as final, so a new class must not be reported as missing.
     let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
-    let annotations = annotations(volumes, &csi_name, &request.parameters, &class, deadline).await?;
+    let mut annotations = annotations(volumes, &csi_name, &request.parameters, &class, deadline).await?;
+    if let Some(spread) = anti_affinity.and_then(|class| anti_affinity_of(&class, &request.parameters)) {
+        annotations.insert(names::ANNOTATION_ANTI_AFFINITY.to_owned(), spread.to_string());
+    }
     let source_volumes = match &source {
         Some(Source::Volume(handle)) => volumes.requirements_of(handle),
         Some(Source::Snapshot(_)) | None => Vec::new(),
@@ -196,6 +200,14 @@ async fn annotations(
         annotations.insert(names::ANNOTATION_GUEST_PV.to_owned(), volume);
     }
     Ok(annotations)
+}
+
+/// The anti-affinity of a claim's volume.
+fn anti_affinity_of(class: &ClassParameters, parameters: &HashMap<String, String>) -> Option<AntiAffinity> {
+    match (extra(parameters, "pvc/namespace"), extra(parameters, "pvc/name")) {
+        (Some(namespace), Some(name)) => Some(class.of_claim(&namespace, &name)),
+        _ => class.of_unknown_claim(),
+    }
 }
 
 /// Aborts the creation of a volume whose guest claim was deleted: csi-provisioner repeats the call until it gets a
@@ -258,8 +270,7 @@ fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<Strin
     if parameters.is_empty() {
         return Ok(None);
     }
-    let known = names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS;
-    management_class("VolumeAttributesClass", known, parameters).map(|class| Some(class.to_owned()))
+    management_class(Kind::VolumeAttributes, parameters).map(|class| Some(class.to_owned()))
 }
 
 /// The source of the volume. Handles of volumes and snapshots are names in the management cluster.
@@ -347,6 +358,25 @@ mod tests {
     #[tokio::test]
     async fn a_volume_is_named_after_its_claim() {
         assert_eq!(answer(&creating(), request()).await.unwrap(), "c");
+    }
+
+    #[tokio::test]
+    async fn the_anti_affinity_of_the_class_is_on_the_management_claim() {
+        let annotated = async |parameters: &[(&str, &str)]| {
+            let (volumes, mut request) = (creating(), request());
+            request.parameters.extend(parameters.iter().map(|(key, value)| ((*key).into(), (*value).into())));
+            answer(&volumes, request).await?;
+            let created = volumes.created.lock().unwrap().pop().unwrap();
+            Ok::<_, Status>(created.annotations.get(names::ANNOTATION_ANTI_AFFINITY).cloned())
+        };
+        assert_eq!(annotated(&[]).await.unwrap(), None);
+        let (mode, group) = (("antiAffinity", "preferred"), ("antiAffinityGroup", "db"));
+        assert_eq!(annotated(&[mode]).await.unwrap().unwrap(), "preferred:shop/data");
+        let ordinal = ("csi.storage.k8s.io/pvc/name", "data-db-1");
+        assert_eq!(annotated(&[mode, ordinal]).await.unwrap().unwrap(), "preferred:shop/data-db");
+        assert_eq!(annotated(&[mode, group]).await.unwrap().unwrap(), "preferred:db");
+        let refused = annotated(&[group]).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
     }
 
     #[tokio::test]

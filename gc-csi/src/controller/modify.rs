@@ -1,16 +1,15 @@
 //! ControllerModifyVolume.
 
-use crds::names;
+use crds::names::ClaimName;
 use csi::{Status, proto, request};
 use tokio::time::Instant;
 use tonic::Request;
 
 use super::errors;
-use super::parameters::management_class;
+use super::parameters::{Kind, management_class};
 use super::pinned::check_pin;
 use super::service::{CACHE_LAG, Controller};
 use crate::management::Management;
-use crds::names::ClaimName;
 
 impl Controller {
     pub(super) async fn modify(
@@ -19,11 +18,7 @@ impl Controller {
     ) -> Result<proto::ControllerModifyVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
         let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
-        let class = management_class(
-            "VolumeAttributesClass",
-            names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS,
-            &request.mutable_parameters,
-        )?;
+        let class = management_class(Kind::VolumeAttributes, &request.mutable_parameters)?;
         let _guard = self.locks.acquire(volume)?;
         check_pin(self, volume, deadline).await.map_err(|error| errors::change(&error))?;
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);

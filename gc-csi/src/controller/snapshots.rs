@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tonic::Request;
 
 use super::errors;
-use super::parameters::{extra, management_class};
+use super::parameters::{Kind, extra, management_class};
 use super::pinned::{PinnedVolumes, check_pin};
 use super::service::{CACHE_LAG, Controller};
 use crate::management::snapshots::{
@@ -149,12 +149,7 @@ pub(super) async fn create(
     }
     let claim = ClaimName::new(request::required("source_volume_id", &request.source_volume_id)?);
     let snapshots = served(snapshots)?;
-    let class = management_class(
-        "VolumeSnapshotClass",
-        names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS,
-        &request.parameters,
-    )?
-    .to_owned();
+    let class = management_class(Kind::VolumeSnapshot, &request.parameters)?.to_owned();
     let _guard = locks.acquire(&format!("snapshot {}", request.name))?;
     let content = extra(&request.parameters, "volumesnapshotcontent/name");
     let new_snapshot = NewSnapshot {

@@ -80,6 +80,7 @@ pub(super) struct InMemory {
     pub(super) policies: Option<(String, String)>,
     /// Whether the guest claim exists.
     pub(super) has_claim: Result<bool, String>,
+    pub(super) created: Mutex<Vec<NewClaim>>,
     pub(super) creations: Outcomes<Result<BoundClaim, CreateError>>,
     pub(super) abandons: Outcomes<Result<Abandoned, DeleteError>>,
     /// Whether the VolumeSnapshotContent is gone.
@@ -107,6 +108,7 @@ impl Default for InMemory {
             class: Some(String::new()),
             policies: None,
             has_claim: Ok(true),
+            created: Mutex::default(),
             creations: Outcomes::default(),
             abandons: Outcomes::default(),
             is_content_gone: false,
@@ -162,7 +164,13 @@ impl CreatableVolumes for InMemory {
         Err(Status::failed_precondition(text))
     }
 
-    async fn create_claim(&self, _: &NewClaim, _: Instant, _: Instant) -> Result<BoundClaim, CreateError> {
+    async fn create_claim(
+        &self,
+        claim: &NewClaim,
+        _: Instant,
+        _: Instant,
+    ) -> Result<BoundClaim, CreateError> {
+        self.created.lock().expect("no call panicked").push(claim.clone());
         self.creations.next()
     }
 

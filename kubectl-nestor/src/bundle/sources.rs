@@ -121,6 +121,7 @@ impl Source {
         vec![
             Self::new("nestor.dev", "v1alpha1", "VolumeAttachment", "volumeattachments", Scope::Namespace),
             Self::new("nestor.dev", "v1alpha1", "StorageBudget", "storagebudgets", Scope::All),
+            Self::new("nestor.dev", "v1alpha1", "StoragePool", "storagepools", Scope::All),
             Self::new("", "v1", "ResourceQuota", "resourcequotas", Scope::Namespace),
             Self::new("storage.k8s.io", "v1", "CSIStorageCapacity", "csistoragecapacities", Scope::All)
                 .labelled("nestor.dev/managed-by=mgmt-csi"),

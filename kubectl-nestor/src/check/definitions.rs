@@ -14,12 +14,14 @@ use crate::gather::read::{is_answer, vm_resource};
 /// Definitions that must be ours.
 const ATTACHMENTS: &str = "volumeattachments.nestor.dev";
 const BUDGETS: &str = "storagebudgets.nestor.dev";
+const POOLS: &str = "storagepools.nestor.dev";
 
 /// Checks the definitions.
 pub async fn check(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
     Ok(vec![
         own(cluster, ATTACHMENTS).await?,
         own(cluster, BUDGETS).await?,
+        own(cluster, POOLS).await?,
         machines(cluster).await,
         snapshots(cluster).await,
     ])

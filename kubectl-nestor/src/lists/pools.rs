@@ -1,5 +1,5 @@
 //! `pools`: the free capacity per class and zone that mgmt-csi publishes as CSIStorageCapacity objects. The pools themselves
-//! are in the storage infra only.
+//! are StoragePools, which `kubectl get` shows.
 
 use k8s_openapi::api::storage::v1::CSIStorageCapacity;
 use kube::Api;
@@ -45,7 +45,7 @@ pub async fn run(clusters: &Clusters, args: &PoolsArgs) -> Result<bool, Error> {
     let objects = read::list(cluster, api, "CSIStorageCapacities", Some(PUBLISHED)).await?;
     let mut rows: Vec<Capacity> = objects.iter().map(capacity).collect();
     rows.sort_by(|a, b| (&a.class, &a.zone).cmp(&(&b.class, &b.zone)));
-    let unseen = vec!["the pools behind a class: `storage-infra pool list`".to_owned()];
+    let unseen = vec!["the pools behind a class: `kubectl get storagepools`".to_owned()];
     show(args.output, &List { head: &HEAD, narrow: 4, unseen }, &rows).map(|()| true)
 }
 

@@ -1,11 +1,14 @@
 //! `CreateVolume`: empty, from a snapshot, or from another volume.
 
+use crds::anti_affinity::{AntiAffinity, ClassParameters};
 use crds::names::{ANNOTATION_TRACEPARENT, CsiName};
 use csi::capability;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
 use csi::request::{Size, required};
 use infra_api::{GUEST_LABEL, Owner, SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
+use kube_kit::informer::Key;
+use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::operation;
 use tokio::time::Instant;
 use tonic::{Code, Status};
@@ -13,7 +16,7 @@ use tonic::{Code, Status};
 use super::convert::to_proto;
 use super::parameters::Parameters;
 use super::sources::{Receiver, Source};
-use super::{Controller, access, claims, limits};
+use super::{Controller, access, anti_affinity, claims, limits};
 use crate::budgets::account;
 use crate::cluster::{annotation, storage_class};
 use crate::infra::volume_id;
@@ -66,7 +69,7 @@ impl Controller {
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
         let capabilities = capability::required_all(&request.volume_capabilities)?;
-        let Parameters { mut placement, mut labels, shareable, claim: claim_key } =
+        let Parameters { mut placement, mut labels, anti_affinity, shareable, claim: claim_key } =
             Parameters::read(&request.parameters)?;
         if let Some(why) = access::refusal(&capabilities, shareable) {
             return Err(Status::invalid_argument(why));
@@ -96,6 +99,14 @@ impl Controller {
         }
         let class = claim.as_ref().and_then(|(_, claim)| storage_class(claim)).unwrap_or_default();
         let owner = Owner { account: account(guest)?, class: class.to_owned() };
+        let spread = match &claim {
+            Some((key, claim)) => self.anti_affinity(key, claim, anti_affinity.as_ref(), deadline).await?,
+            None => anti_affinity.and_then(|class| class.of_unknown_claim()),
+        };
+        if let Some(spread) = spread {
+            let namespace = claim_key.as_ref().map(|key| key.namespace.as_str()).unwrap_or_default();
+            anti_affinity::place(&mut placement, &spread, namespace, guest);
+        }
         let qos = limits::or_default(&request.mutable_parameters, self.default_qos)?;
         let range = request.capacity_range.as_ref();
         let size = self.size(id, range, source.as_ref(), receiver, deadline).await?;
@@ -167,6 +178,22 @@ impl Controller {
             }
         };
         size_with_source(&format!("volume {id}"), range, &what, source_bytes)
+    }
+
+    /// The anti-affinity of the volume of a claim.
+    async fn anti_affinity(
+        &self,
+        key: &Key,
+        claim: &PersistentVolumeClaim,
+        class: Option<&ClassParameters>,
+        deadline: Instant,
+    ) -> Result<Option<AntiAffinity>, Status> {
+        if class.is_none() {
+            return anti_affinity::of_claim(key, claim, None);
+        }
+        // The cache does not have the names of the guest's objects.
+        let whole = self.claims.read(key, deadline).await?;
+        anti_affinity::of_claim(key, whole.as_ref().unwrap_or(claim), class)
     }
 
     /// The volume that an earlier request created for a claim that is gone by now. csi-provisioner retries until it gets the

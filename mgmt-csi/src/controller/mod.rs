@@ -1,6 +1,7 @@
 //! CSI Controller service: translates requests to storage infra operations, and their results to responses.
 
 mod access;
+mod anti_affinity;
 mod claims;
 mod convert;
 mod create;

@@ -2,7 +2,10 @@
 
 use std::collections::HashMap;
 
-use crds::names::{MANAGEMENT_DRIVER, PARAMETER_SHAREABLE};
+use crds::anti_affinity::ClassParameters;
+use crds::names::{
+    MANAGEMENT_DRIVER, PARAMETER_ANTI_AFFINITY, PARAMETER_ANTI_AFFINITY_GROUP, PARAMETER_SHAREABLE,
+};
 use infra_api::{Labels, Placement, PoolName};
 use kube_kit::informer::Key;
 use tonic::Status;
@@ -19,6 +22,8 @@ const PROVISIONER: &str = "csi.storage.k8s.io/";
 pub(crate) struct Parameters {
     /// Placement of the volume.
     pub(crate) placement: Placement,
+    /// Anti-affinity of volumes whose claims request none.
+    pub(super) anti_affinity: Option<ClassParameters>,
     /// Whether several VMs may write to raw volumes at once.
     pub(super) shareable: bool,
     /// The claim of the volume, if csi-provisioner passes it.
@@ -51,14 +56,19 @@ impl Parameters {
                 })?;
             } else if let Some(label) = key.strip_prefix(POOL_LABEL).filter(|label| !label.is_empty()) {
                 read.placement.pool_labels.insert(label.to_owned(), value.clone());
-            } else {
+            } else if key != PARAMETER_ANTI_AFFINITY && key != PARAMETER_ANTI_AFFINITY_GROUP {
                 return Err(Status::invalid_argument(format!(
                     "unknown parameter {key:?}: a StorageClass of {MANAGEMENT_DRIVER} can have {POOL:?} (name of a pool), \
-                     \"{POOL_LABEL}<label>\" (label that the pool must have) and {PARAMETER_SHAREABLE:?} (\"true\": several \
-                     VMs may write to raw volumes at once)"
+                     \"{POOL_LABEL}<label>\" (label that the pool must have), {PARAMETER_ANTI_AFFINITY:?} (\"preferred\" or \
+                     \"required\": volumes of a group are placed in different pools), {PARAMETER_ANTI_AFFINITY_GROUP:?} (the \
+                     group) and {PARAMETER_SHAREABLE:?} (\"true\": several VMs may write to raw volumes at once)"
                 )));
             }
         }
+        let get = |key| parameters.get(key).map(String::as_str);
+        read.anti_affinity =
+            ClassParameters::read(get(PARAMETER_ANTI_AFFINITY), get(PARAMETER_ANTI_AFFINITY_GROUP))
+                .map_err(Status::invalid_argument)?;
         let own =
             |key: &str| parameters.get(&format!("{PROVISIONER}{key}")).filter(|value| !value.is_empty());
         read.claim =
@@ -86,19 +96,26 @@ mod tests {
             ("csi.storage.k8s.io/pvc/name", "data"),
             ("csi.storage.k8s.io/pvc/namespace", "guest"),
             ("shareable", "true"),
+            ("antiAffinity", "required"),
         ])
         .unwrap();
         assert_eq!(read.placement.pool.unwrap().as_str(), "fast");
         assert_eq!(read.placement.pool_labels["topology.kubernetes.io/zone"], "a");
         assert_eq!(read.labels["pvc"], "data");
+        assert!(read.anti_affinity.is_some());
         assert_eq!((read.shareable, read.claim), (true, Some(Key::new("guest", "data"))));
     }
 
     #[test]
     fn an_error_names_the_unknown_or_invalid_parameter() {
-        for (key, value) in
-            [("Pool", "fast"), ("pool.", "x"), ("replicas", "3"), ("pool", "../etc"), ("shareable", "yes")]
-        {
+        for (key, value) in [
+            ("Pool", "fast"),
+            ("pool.", "x"),
+            ("replicas", "3"),
+            ("pool", "../etc"),
+            ("shareable", "yes"),
+            ("antiAffinity", "yes"),
+        ] {
             let status = read(&[(key, value)]).unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument);
             assert!(status.message().contains(key), "{status}");

@@ -28,7 +28,7 @@ use rusqlite::{Connection, ErrorCode};
 
 pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
-pub use pools::PoolRow;
+pub use pools::{InPool, PoolRow};
 pub use snapshots::SnapshotRow;
 pub use suspensions::{AllSuspensions, Suspended};
 pub use transfers::{AdoptionMethod, AdoptionRow, Hold, ImportRow, ReleaseRow};

@@ -1,6 +1,6 @@
 //! Table of pools.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use infra_api::{PoolName, PoolSpec, Suspension};
 use rusqlite::{OptionalExtension, Row, params};
@@ -22,6 +22,20 @@ pub struct PoolRow {
     pub marked: bool,
     /// Its suspension.
     pub suspension: Option<Suspension>,
+}
+
+/// Number of objects in [`InPool::first`].
+const NAMED: usize = 5;
+
+/// Volumes or snapshots in a pool.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct InPool {
+    /// How many.
+    pub count: u64,
+    /// How many of them are being deleted.
+    pub deleting: u64,
+    /// The IDs of the first ones.
+    pub first: Vec<String>,
 }
 
 const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full";
@@ -121,21 +135,42 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Pools that hold a volume of an anti-affinity group.
-    pub fn pools_of_group(&self, group: &str) -> Result<HashSet<PoolName>> {
+    /// Number of volumes of an anti-affinity group in each pool that holds one.
+    pub fn count_by_pool(&self, group: &str) -> Result<HashMap<PoolName, u64>> {
         self.0
-            .prepare_cached(&format!("SELECT DISTINCT pool FROM volumes WHERE {OF_GROUP}"))?
-            .query_map([group], |row| row.get::<_, String>(0))?
-            .map(|name| parse("volumes.pool", &name?))
+            .prepare_cached(&format!("SELECT pool, count(*) FROM volumes WHERE {OF_GROUP} GROUP BY pool"))?
+            .query_map([group], |row| Ok((row.get::<_, String>(0)?, row.get(1)?)))?
+            .map(|row| {
+                let (name, count) = row?;
+                Ok((parse("volumes.pool", &name)?, count))
+            })
             .collect()
     }
 
-    /// Number of volumes and snapshots in a pool.
-    pub fn count_objects(&self, name: &PoolName) -> Result<(u64, u64)> {
-        let mut count = self.0.prepare_cached(
-            "SELECT (SELECT count(*) FROM volumes WHERE pool = ?1), (SELECT count(*) FROM snapshots WHERE pool = ?1)",
-        )?;
-        Ok(count.query_row([name.as_str()], |row| Ok((row.get(0)?, row.get(1)?)))?)
+    /// The volumes in a pool.
+    pub fn volumes_in_pool(&self, name: &PoolName) -> Result<InPool> {
+        self.in_pool("volumes", name)
+    }
+
+    /// The snapshots in a pool.
+    pub fn snapshots_in_pool(&self, name: &PoolName) -> Result<InPool> {
+        self.in_pool("snapshots", name)
+    }
+
+    fn in_pool(&self, table: &str, pool: &PoolName) -> Result<InPool> {
+        let counts = format!(
+            "SELECT count(*), count(*) FILTER (WHERE state = 'deleting') FROM {table} WHERE pool = ?1"
+        );
+        let (count, deleting) = self
+            .0
+            .prepare_cached(&counts)?
+            .query_row([pool.as_str()], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        let first = self
+            .0
+            .prepare_cached(&format!("SELECT id FROM {table} WHERE pool = ?1 ORDER BY id LIMIT {NAMED}"))?
+            .query_map([pool.as_str()], |row| row.get(0))?
+            .collect::<rusqlite::Result<_>>()?;
+        Ok(InPool { count, deleting, first })
     }
 
     /// Deletes a pool. Fails while it has volumes or snapshots.

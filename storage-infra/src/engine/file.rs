@@ -41,7 +41,7 @@ pub(in crate::engine) use record_xattr::has_record;
 pub use scan::{FoundFile, PoolScan, scan_pool};
 
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
-const MARKER: &str = ".nestor-pool";
+pub(crate) const MARKER: &str = ".nestor-pool";
 
 fn file_name(object: &Object) -> String {
     match object {

@@ -2,7 +2,9 @@
 
 use std::cmp::Reverse;
 
-use infra_api::{Capacity, CapacityQuery, Labels, Placement, PoolName, PoolRejection, Rejection, ZONE_LABEL};
+use infra_api::{
+    AntiAffinity, Capacity, CapacityQuery, Labels, Placement, PoolName, PoolRejection, Rejection, ZONE_LABEL,
+};
 
 /// A pool as input of placement.
 #[derive(Debug, Clone)]
@@ -19,8 +21,8 @@ pub struct Candidate {
     pub suspended: bool,
     /// Free capacity after reservations.
     pub free_bytes: u64,
-    /// Anti-affinity groups with a volume in this pool.
-    pub groups: Vec<String>,
+    /// Volumes of the requested anti-affinity group in this pool.
+    pub in_group: u64,
 }
 
 /// Space of a filesystem with pools, and their reservations.
@@ -79,16 +81,13 @@ fn rejection(pool: &Candidate, bytes: u64, requested: &Placement) -> Option<Reje
         (Rejection::TooSmall, pool.free_bytes >= bytes),
         (Rejection::Labels, labels_fit(&pool.labels, &requested.pool_labels)),
         (Rejection::Zone, zone_rank(&pool.labels, &requested.zones).is_some()),
-        (
-            Rejection::AntiAffinity,
-            requested.anti_affinity_id.as_ref().is_none_or(|id| !pool.groups.contains(id)),
-        ),
+        (Rejection::AntiAffinity, pool.in_group == 0 || requested.anti_affinity == AntiAffinity::Preferred),
     ];
     rules.into_iter().find(|(_, fits)| !fits).map(|(reason, _)| reason)
 }
 
 /// Selects a pool: first those in `near`, in their order, which can share blocks with the volume's source; then by
-/// rank of the zone; then by free space; then by name.
+/// rank of the zone; then by the number of volumes of the anti-affinity group; then by free space; then by name.
 pub fn place(
     pools: &[Candidate],
     bytes: u64,
@@ -109,7 +108,7 @@ pub fn place(
     let order = |pool: &&Candidate| {
         let rank = zone_rank(&pool.labels, &requested.zones);
         let distance = near.iter().position(|name| *name == pool.name).unwrap_or(near.len());
-        (distance, rank, Reverse(pool.free_bytes), pool.name.clone())
+        (distance, rank, pool.in_group, Reverse(pool.free_bytes), pool.name.clone())
     };
     fitting.into_iter().min_by_key(order).map(|pool| pool.name.clone()).ok_or(rejections)
 }
@@ -120,7 +119,7 @@ pub fn capacity(pools: &[Candidate], query: &CapacityQuery) -> Capacity {
         pool: query.pool.clone(),
         pool_labels: query.labels.clone(),
         zones: query.zone.iter().cloned().collect(),
-        anti_affinity_id: None,
+        ..Placement::default()
     };
     let mut sum = Capacity { free_bytes: 0, max_volume_bytes: 0 };
     for pool in pools.iter().filter(|pool| rejection(pool, 0, &requested).is_none()) {
@@ -168,7 +167,7 @@ mod tests {
             cordoned: false,
             suspended: false,
             free_bytes: free,
-            groups: Vec::new(),
+            in_group: 0,
         }
     }
 
@@ -197,14 +196,14 @@ mod tests {
         far.labels = labels(&[("tier", "fast"), (ZONE_LABEL, "z2")]);
         let mut taken = pool("taken", 9 * GIB);
         taken.labels = labels(&[("tier", "fast")]);
-        taken.groups = vec!["db".into()];
+        taken.in_group = 1;
         let pools =
             [unhealthy, cordoned, pool("small", GIB), pool("tiny", 7), pool("slow", 9 * GIB), far, taken];
         let requested = Placement {
             pool_labels: labels(&[("tier", "fast")]),
             zones: vec!["z1".into()],
             anti_affinity_id: Some("db".into()),
-            pool: None,
+            ..Placement::default()
         };
         let rejections = place(&pools, 2 * GIB, &requested, &[]).unwrap_err();
         let reasons: Vec<_> = rejections.iter().map(|one| one.reason).collect();
@@ -213,6 +212,24 @@ mod tests {
         let text = explain(2 * GIB, &rejections);
         assert!(text.contains("of 7 pools") && text.contains("2 too little free space"), "{text}");
         assert!(text.contains("1073741824 bytes free"), "{text}");
+    }
+
+    #[test]
+    fn preferred_anti_affinity_spreads_a_group_evenly_before_free_space_counts() {
+        let holding = |name: &str, free, in_group| Candidate { in_group, ..pool(name, free) };
+        let requested = Placement {
+            anti_affinity_id: Some("db".into()),
+            anti_affinity: AntiAffinity::Preferred,
+            ..Placement::default()
+        };
+        let pools = [holding("a", 9 * GIB, 2), holding("b", 2 * GIB, 1), pool("c", GIB)];
+        assert_eq!(chosen(&pools, GIB, &requested), "c");
+        assert_eq!(chosen(&pools, 2 * GIB, &requested), "b");
+        assert_eq!(chosen(&pools, 3 * GIB, &requested), "a");
+        let required = Placement { anti_affinity: AntiAffinity::Required, ..requested };
+        let rejections = place(&pools, 2 * GIB, &required, &[]).unwrap_err();
+        let text = explain(2 * GIB, &rejections);
+        assert!(text.contains("2 holds a volume of the same anti-affinity group"), "{text}");
     }
 
     #[test]

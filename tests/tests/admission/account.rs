@@ -130,6 +130,7 @@ impl Account {
                     names::ANNOTATION_GUEST_NAMESPACE: "shop", names::ANNOTATION_GUEST_PV: "pv-1",
                     names::ANNOTATION_GUEST_STORAGE_CLASS: "fast", names::ANNOTATION_REQUESTED_ZONES: "a,b",
                     names::ANNOTATION_RECLAIM_POLICY: "Retain", names::ANNOTATION_TRACEPARENT: "00-1-2-01",
+                    names::ANNOTATION_ANTI_AFFINITY: "preferred:shop/data",
                 },
             },
             "spec": {

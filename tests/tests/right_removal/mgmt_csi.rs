@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use crds::names;
+use crds::{StoragePool, StoragePoolSpec, names};
 use infra_api::{Access, AttachmentId, AttachmentSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, PersistentVolumeClaim};
 use k8s_openapi::api::storage::v1::CSIStorageCapacity;
@@ -159,6 +159,22 @@ impl<'a> Replacement<'a> {
             }
             MgmtCsi::StaleCapacity => self.stale_capacity().await?,
             MgmtCsi::Budget => s.new_budget(&unique("account"), &json!({"bytes": "1Gi"})).await?,
+            MgmtCsi::LostPool => {
+                let name = self.a_pool().await?.name_any();
+                s.storage_pools().delete(&name, &DeleteParams::default()).await?;
+                name
+            }
+            MgmtCsi::ChangedPool => {
+                let name = self.a_pool().await?.name_any();
+                let patch = Patch::Merge(json!({"spec": {"engine": "changed"}}));
+                s.storage_pools().patch(&name, &PatchParams::default(), &patch).await?;
+                name
+            }
+            MgmtCsi::StalePool => {
+                let mut stale = StoragePool::new("stale-pool", StoragePoolSpec::default());
+                stale.status = self.a_pool().await?.status;
+                s.storage_pools().create(&PostParams::default(), &stale).await?.name_any()
+            }
             MgmtCsi::NoRecord => self.bind_by_hand().await?,
             MgmtCsi::Retain => {
                 s.set_reclaim_policy(&self.claim, "Retain").await.map(|_| self.claim.clone())?
@@ -217,6 +233,18 @@ impl<'a> Replacement<'a> {
             MgmtCsi::Budget => {
                 let status = s.budgets().get(subject).await?.status;
                 Ok(status.map(drop).ok_or_else(|| "no status".to_owned()))
+            }
+            MgmtCsi::LostPool => {
+                let found = s.storage_pools().get_opt(subject).await?;
+                Ok(found.map(drop).ok_or_else(|| "no StoragePool".to_owned()))
+            }
+            MgmtCsi::ChangedPool => {
+                let engine = s.storage_pools().get(subject).await?.spec.engine;
+                Ok(if engine == "changed" { Err(engine) } else { Ok(()) })
+            }
+            MgmtCsi::StalePool => {
+                let left = s.storage_pools().get_opt(subject).await?;
+                Ok(left.map_or(Ok(()), |_| Err("the StoragePool is there".to_owned())))
             }
             MgmtCsi::NoRecord => {
                 let labels = s.volumes().get(subject).await?.labels().clone();
@@ -304,6 +332,15 @@ impl<'a> Replacement<'a> {
         stale.metadata = ObjectMeta { name, labels, ..Default::default() };
         self.capacities().create(&PostParams::default(), &stale).await?;
         Ok(stale.name_any())
+    }
+
+    /// The StoragePool of a pool.
+    async fn a_pool(&self) -> Result<StoragePool> {
+        eventually("a StoragePool", PATIENCE, || async {
+            let list = self.s.storage_pools().list(&ListParams::default()).await?;
+            Ok(list.items.into_iter().next().ok_or_else(|| "none".to_owned()))
+        })
+        .await
     }
 
     // ---- health ----

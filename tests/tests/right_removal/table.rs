@@ -45,6 +45,12 @@ pub(super) enum MgmtCsi {
     StaleCapacity,
     /// A StorageBudget is created.
     Budget,
+    /// A StoragePool is deleted.
+    LostPool,
+    /// A StoragePool is changed.
+    ChangedPool,
+    /// A StoragePool of no pool is created.
+    StalePool,
     /// A PersistentVolume that was created by hand has no record of its guest.
     NoRecord,
     /// The reclaim policy of a PersistentVolume becomes Retain.
@@ -152,6 +158,10 @@ const ROWS: &[Row] = &[
     (MGMT, "volumeattachments/status", &["patch"], How::MgmtCsi(MgmtCsi::Attach)),
     (MGMT, "storagebudgets", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (MGMT, "storagebudgets/status", &["patch"], How::MgmtCsi(MgmtCsi::Budget)),
+    (MGMT, "storagepools", WATCH, How::MgmtCsi(MgmtCsi::Start)),
+    (MGMT, "storagepools", &["create"], How::MgmtCsi(MgmtCsi::LostPool)),
+    (MGMT, "storagepools", &["update"], How::MgmtCsi(MgmtCsi::ChangedPool)),
+    (MGMT, "storagepools", &["delete"], How::MgmtCsi(MgmtCsi::StalePool)),
     (MGMT, "virtualmachines", WATCH, How::MgmtCsi(MgmtCsi::Start)),
     (MGMT, "virtualmachines", &["patch"], How::MgmtCsi(MgmtCsi::EndedProof)),
     (MGMT, "events", &["create", "patch"], How::MgmtCsi(MgmtCsi::Abnormal)),

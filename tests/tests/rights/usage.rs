@@ -28,7 +28,7 @@ const GUEST: [(&str, &[&str]); 2] = [
 
 /// Rights that only a fault, an option or `kubectl nestor` uses: role, resource and verb, and the module that causes the use or
 /// why there is none.
-const NOT_ALWAYS: [(&str, &str, &str, &str); 41] = [
+const NOT_ALWAYS: [(&str, &str, &str, &str); 44] = [
     (
         "ClusterRole nestor:mgmt-csi",
         "persistentvolumes",
@@ -47,6 +47,9 @@ const NOT_ALWAYS: [(&str, &str, &str, &str); 41] = [
     ("ClusterRole nestor:mgmt-csi", "volumeattachments", "delete", "repair"),
     ("ClusterRole nestor:mgmt-csi", "serviceaccounts", "list", "credentials: --guest-accounts"),
     ("ClusterRole nestor:mgmt-csi", "storagebudgets/status", "patch", "budget"),
+    ("ClusterRole nestor:mgmt-csi", "storagepools", "create", "pools"),
+    ("ClusterRole nestor:mgmt-csi", "storagepools", "update", "pools"),
+    ("ClusterRole nestor:mgmt-csi", "storagepools", "delete", "pools"),
     ("ClusterRole nestor:mgmt-csi", "events", "create", "attach"),
     ("ClusterRole nestor:mgmt-csi", "events", "patch", "attach: an event that repeats"),
     ("Role nestor:capacity-writer", "csistoragecapacities", "patch", "topology"),

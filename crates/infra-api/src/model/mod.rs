@@ -27,6 +27,6 @@ pub use snapshots::{Snapshot, SnapshotSpec};
 pub use suspensions::{Suspension, SuspensionSpec};
 pub use transfers::{Adoption, Import, Release, Released, ResumePoint};
 pub use volumes::{
-    Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec,
-    VolumeState,
+    AntiAffinity, Condition, ConditionCause, Owner, Placement, Qos, Volume, VolumeSize, VolumeSource,
+    VolumeSpec, VolumeState,
 };

@@ -12,6 +12,23 @@ use super::suspensions::Suspension;
 use crate::account::Account;
 use crate::ids::{PoolName, SnapshotId, VolumeId};
 
+/// Whether a pool can hold several volumes of one anti-affinity group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum AntiAffinity {
+    /// Never.
+    #[default]
+    Required,
+    /// Only if no other pool fits; then the pool with the fewest of them is chosen.
+    Preferred,
+}
+
+impl AntiAffinity {
+    fn is_required(&self) -> bool {
+        *self == Self::Required
+    }
+}
+
 /// Placement constraints of a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -22,10 +39,14 @@ pub struct Placement {
     /// Only pools with all of these labels. At most 780 bytes as JSON.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool_labels: Labels,
-    /// Anti-affinity group: a pool holds at most one volume of each group. At most 63 bytes.
+    /// Anti-affinity group: its volumes are placed in different pools. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(max_length = 63)]
     pub anti_affinity_id: Option<String>,
+    /// Whether a pool can hold several volumes of the group. Default: `required`, which it cannot. Applies when the volume
+    /// is placed.
+    #[serde(default, skip_serializing_if = "AntiAffinity::is_required")]
+    pub anti_affinity: AntiAffinity,
     /// Only pools that are reachable from one of these zones, in order of preference. Empty: any pool. At most 64 zones
     /// of 63 bytes each. The zones apply only when the volume is placed; an existing volume is not moved.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -1,7 +1,7 @@
 //! Page of the custom resources, from the schemas of their types.
 
 use anyhow::{Context, Result};
-use crds::{AttachReason, BudgetReason};
+use crds::{AttachReason, BudgetReason, PoolReason};
 use serde_json::Value;
 
 use super::Generated;
@@ -120,5 +120,9 @@ fn reasons(page: &mut String) {
     page.push_str("\n## Reasons of a StorageBudget\n");
     paragraph(page, "Values of `reason` in the condition `Applied`:");
     let rows: Vec<_> = BudgetReason::ALL.iter().map(|(one, meaning)| row((one.as_str(), meaning))).collect();
+    table(page, &["reason", "meaning"], &rows);
+    page.push_str("\n## Reasons of a StoragePool\n");
+    paragraph(page, "Values of `reason` in the conditions `Healthy` and `Schedulable`:");
+    let rows: Vec<_> = PoolReason::ALL.iter().map(|(one, meaning)| row((one.as_str(), meaning))).collect();
     table(page, &["reason", "meaning"], &rows);
 }

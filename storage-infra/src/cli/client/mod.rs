@@ -2,6 +2,7 @@
 
 mod attachments;
 mod budgets;
+mod disks;
 mod hypervisors;
 mod nodes;
 mod pools;

@@ -4,6 +4,7 @@ use anyhow::Context;
 use clap::Subcommand;
 use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
+use super::disks::{self, DiscoverArgs, InitArgs};
 use super::suspensions::SuspensionArgs;
 use super::{ClientArgs, label};
 use crate::cli::output;
@@ -28,6 +29,11 @@ pub(in crate::cli) enum PoolCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Show the disks of this host, and which of them can become pools. Writes nothing. Needs root.
+    Discover(DiscoverArgs),
+    /// Make pools of blank disks: format them with XFS, mount them at every start of the host, and register them. Run it as
+    /// root on the host of the server. Asks before it writes. Disks with anything on them are refused.
+    Init(InitArgs),
     /// List all pools.
     List {
         #[command(flatten)]
@@ -76,13 +82,39 @@ pub(in crate::cli) enum PoolCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Unregister a pool that has no volumes. Its directory remains.
-    Remove {
+    /// Change labels of a pool. Placement reads them for each new volume; existing volumes stay.
+    Label {
         /// Name of the pool.
         name: PoolName,
+        /// KEY=VALUE sets a label, KEY- removes one. The label topology.kubernetes.io/zone is the pool's zone.
+        #[arg(required = true, value_name = "KEY=VALUE|KEY-", value_parser = label_change)]
+        changes: Vec<LabelChange>,
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Unregister a pool that has no volumes and snapshots. Its directory remains.
+    Remove {
+        /// Name of the pool.
+        name: PoolName,
+        /// Unregister it although its directory has files that belong to no volume or snapshot. They remain.
+        #[arg(long)]
+        keep_unknown_files: bool,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// A label to set, or to remove.
+type LabelChange = (String, Option<String>);
+
+fn label_change(text: &str) -> Result<LabelChange, String> {
+    match text.strip_suffix('-').filter(|key| !key.contains('=')) {
+        Some("") => Err("must be KEY=VALUE or KEY-".to_owned()),
+        Some(key) => Ok((key.to_owned(), None)),
+        None => label(text)
+            .map(|(key, value)| (key, Some(value)))
+            .map_err(|_| "must be KEY=VALUE or KEY-".to_owned()),
+    }
 }
 
 fn on_full(text: &str) -> Result<OnFull, String> {
@@ -96,11 +128,41 @@ async fn find_pool(client: &Client, name: &PoolName) -> anyhow::Result<Pool> {
     client.get_pool(name).await?.with_context(|| format!("pool {name} not found"))
 }
 
-async fn cordon(client: &ClientArgs, name: &PoolName, cordoned: bool) -> anyhow::Result<()> {
+/// Changes the spec of a pool.
+async fn change(
+    client: &ClientArgs,
+    name: &PoolName,
+    change: impl FnOnce(&mut PoolSpec),
+) -> anyhow::Result<()> {
     let server = client.connect()?;
-    let Pool { engine, path, labels, on_full, .. } = find_pool(&server, name).await?;
-    let spec = PoolSpec { engine, path, labels, cordoned, on_full };
+    let Pool { engine, path, labels, cordoned, on_full, .. } = find_pool(&server, name).await?;
+    let mut spec = PoolSpec { engine, path, labels, cordoned, on_full };
+    change(&mut spec);
     output::one(client.output, &server.put_pool(name, &spec).await?)
+}
+
+fn relabel(labels: &mut Labels, changes: Vec<LabelChange>) {
+    for (key, value) in changes {
+        match value {
+            Some(value) => labels.insert(key, value),
+            None => labels.remove(&key),
+        };
+    }
+}
+
+async fn remove(client: &ClientArgs, name: &PoolName, keep_unknown_files: bool) -> anyhow::Result<()> {
+    let server = client.connect()?;
+    let unknown = server.get_pool(name).await?.map(|pool| pool.unknown_files).unwrap_or_default();
+    if !keep_unknown_files && let Some(first) = unknown.first() {
+        anyhow::bail!(
+            "the directory of pool {name} has {} files that belong to no volume or snapshot, such as {first}: \
+             `storage-infra pool unknown-files` lists them; move or adopt them, or repeat the command with \
+             --keep-unknown-files, which leaves them where they are",
+            unknown.len()
+        );
+    }
+    server.delete_pool(name).await?;
+    output::done(client.output, &format!("pool {name} unregistered"))
 }
 
 /// Runs a pool command.
@@ -116,6 +178,8 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
             let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned, on_full };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
+        PoolCommand::Discover(args) => disks::discover(&args),
+        PoolCommand::Init(args) => disks::init(args).await,
         PoolCommand::List { client } => output::many(client.output, &client.connect()?.list_pools().await?),
         PoolCommand::Show { name, client } => {
             output::one(client.output, &find_pool(&client.connect()?, &name).await?)
@@ -124,8 +188,11 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
             let pools = client.connect()?.list_pools().await?;
             output::many(client.output, &pools.iter().flat_map(output::UnknownFile::of).collect::<Vec<_>>())
         }
-        PoolCommand::Cordon { name, client } => cordon(&client, &name, true).await,
-        PoolCommand::Uncordon { name, client } => cordon(&client, &name, false).await,
+        PoolCommand::Cordon { name, client } => change(&client, &name, |pool| pool.cordoned = true).await,
+        PoolCommand::Uncordon { name, client } => change(&client, &name, |pool| pool.cordoned = false).await,
+        PoolCommand::Label { name, changes, client } => {
+            change(&client, &name, |pool| relabel(&mut pool.labels, changes)).await
+        }
         PoolCommand::Suspend { name, suspension, client } => {
             output::one(client.output, &client.connect()?.suspend_pool(&name, &suspension.into()).await?)
         }
@@ -133,9 +200,24 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
             client.connect()?.resume_pool(&name).await?;
             output::done(client.output, &format!("pool {name} resumed"))
         }
-        PoolCommand::Remove { name, client } => {
-            client.connect()?.delete_pool(&name).await?;
-            output::done(client.output, &format!("pool {name} unregistered"))
+        PoolCommand::Remove { name, keep_unknown_files, client } => {
+            remove(&client, &name, keep_unknown_files).await
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_set_and_removed() {
+        let changes = ["tier=fast", "rack-", "note=a-"].map(|text| label_change(text).unwrap());
+        let mut labels = Labels::from([("rack".into(), "1".into()), ("tier".into(), "slow".into())]);
+        relabel(&mut labels, changes.into());
+        assert_eq!(labels, Labels::from([("note".into(), "a-".into()), ("tier".into(), "fast".into())]));
+        for bad in ["", "-", "tier", "=fast"] {
+            assert!(label_change(bad).is_err(), "{bad}");
         }
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use infra_api::{
-    Account, Adoption, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId, VolumeSize,
-    VolumeSource, VolumeSpec,
+    Account, Adoption, AntiAffinity, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId,
+    VolumeSize, VolumeSource, VolumeSpec,
 };
 use process_kit::duration;
 
@@ -155,6 +155,9 @@ pub(in crate::cli) struct NewVolumeArgs {
     /// Do not place it in a pool that holds a volume of the same anti-affinity group.
     #[arg(long, value_name = "GROUP")]
     anti_affinity: Option<String>,
+    /// Place it in a pool that holds a volume of the same anti-affinity group if no other pool fits.
+    #[arg(long, requires = "anti_affinity")]
+    anti_affinity_preferred: bool,
     /// Allow several nodes to write to the volume at the same time. Only cluster-aware software survives that.
     #[arg(long)]
     shareable: bool,
@@ -171,6 +174,11 @@ impl NewVolumeArgs {
             pool: self.pool,
             pool_labels: self.pool_labels.into_iter().collect(),
             anti_affinity_id: self.anti_affinity,
+            anti_affinity: if self.anti_affinity_preferred {
+                AntiAffinity::Preferred
+            } else {
+                AntiAffinity::Required
+            },
             zones: self.zones,
         };
         VolumeSpec {

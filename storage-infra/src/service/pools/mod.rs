@@ -3,6 +3,7 @@
 mod capacity;
 mod engines;
 mod last_pass;
+mod removal;
 mod revisions;
 
 use std::io;
@@ -178,36 +179,38 @@ impl Pools {
     /// Removes a pool without volumes and snapshots. False if it did not exist.
     pub async fn delete(self: &Arc<Self>, name: PoolName) -> Result<bool> {
         let pools = self.clone();
-        self.core.run_to_completion(async move {
-            let _placing = pools.capacity.block_placement().await?;
-            let pool = name.clone();
-            let found = pools.core.catalog()
-                .read(move |tx| -> Result<_> {
-                    let Some(row) = tx.pool(&pool)? else { return Ok(None) };
-                    let (volumes, snapshots) = tx.count_objects(&pool)?;
-                    if volumes + snapshots > 0 {
-                        let detail = format!(
-                            "the pool {pool} holds {volumes} volumes and {snapshots} snapshots; delete these first"
-                        );
-                        return Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Pool, pool).into());
-                    }
-                    Ok(Some(row))
-                })
-                .await?;
-            let Some(row) = found else { return Ok(false) };
-            pools.engines.run::<_, Failure, _>(&row, |engine| Ok(engine.release()?)).await?;
-            let (object, dir) = (format!("pool {name}"), Path::new(&row.spec.path));
-            audit::log_action("release", &object, dir, "the pool is removed: its marker is deleted, its directory stays");
-            let pool = name.clone();
-            pools.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
-            pools.core.catalog().save_registered().await?;
-            audit::log_removal(&object, "the pool is removed");
-            pools.engines.forget(&name);
-            pools.capacity.forget_unknown_files(&name);
-            pools.core.emit(EventKind::Pool, &name, Change::Deleted);
-            Ok(true)
-        })
-        .await
+        self.core
+            .run_to_completion(async move {
+                let _placing = pools.capacity.block_placement().await?;
+                let pool = name.clone();
+                let found = pools
+                    .core
+                    .catalog()
+                    .read(move |tx| -> Result<_> {
+                        let Some(row) = tx.pool(&pool)? else { return Ok(None) };
+                        removal::refuse_while_in_use(tx, &pool)?;
+                        Ok(Some(row))
+                    })
+                    .await?;
+                let Some(row) = found else { return Ok(false) };
+                pools.engines.run::<_, Failure, _>(&row, |engine| Ok(engine.release()?)).await?;
+                let (object, dir) = (format!("pool {name}"), Path::new(&row.spec.path));
+                audit::log_action(
+                    "release",
+                    &object,
+                    dir,
+                    "the pool is removed: its marker is deleted, its directory stays",
+                );
+                let pool = name.clone();
+                pools.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
+                pools.core.catalog().save_registered().await?;
+                audit::log_removal(&object, "the pool is removed");
+                pools.engines.forget(&name);
+                pools.capacity.forget_unknown_files(&name);
+                pools.core.emit(EventKind::Pool, &name, Change::Deleted);
+                Ok(true)
+            })
+            .await
     }
 }
 

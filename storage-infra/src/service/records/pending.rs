@@ -182,8 +182,8 @@ pub(in crate::service) fn unended(
 #[cfg(test)]
 mod tests {
     use infra_api::{
-        Account, AttachmentId, FormatToken, MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME,
-        MAX_ZONE, MAX_ZONES, PoolName, Qos, SnapshotId, VolumeSource,
+        Account, AntiAffinity, AttachmentId, FormatToken, MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS,
+        MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, PoolName, Qos, SnapshotId, VolumeSource,
     };
     use uuid::Uuid;
 
@@ -206,6 +206,7 @@ mod tests {
                 pool: Some(PoolName::new("p".repeat(63)).unwrap()),
                 pool_labels: labels(),
                 anti_affinity_id: Some("g".repeat(MAX_ANTI_AFFINITY_ID)),
+                anti_affinity: AntiAffinity::Preferred,
                 zones: vec!["z".repeat(MAX_ZONE); MAX_ZONES],
             },
             source: Some(VolumeSource::Volume(VolumeId::new("s".repeat(LONGEST_ID)).unwrap())),

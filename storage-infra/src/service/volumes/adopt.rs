@@ -236,7 +236,7 @@ mod tests {
             cordoned: false,
             suspended: false,
             free_bytes: 50,
-            groups: Vec::new(),
+            in_group: 0,
         };
         let free = |format| {
             let mut pools = [pool("a"), pool("b")];

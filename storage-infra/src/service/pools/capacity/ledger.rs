@@ -101,7 +101,7 @@ impl CapacityLedger {
         facts: &Facts,
         group: Option<&str>,
     ) -> Result<Vec<Candidate>> {
-        let taken = group.map(|group| tx.pools_of_group(group)).transpose()?.unwrap_or_default();
+        let in_group = group.map(|group| tx.count_by_pool(group)).transpose()?.unwrap_or_default();
         let free = self.free(facts, &tx.reserved()?);
         let candidate = |row: crate::catalog::PoolRow| Candidate {
             labels: row.spec.labels,
@@ -109,7 +109,7 @@ impl CapacityLedger {
             cordoned: row.spec.cordoned,
             suspended: row.suspension.is_some(),
             free_bytes: free.get(&row.name).copied().unwrap_or(0),
-            groups: group.filter(|_| taken.contains(&row.name)).map(str::to_owned).into_iter().collect(),
+            in_group: in_group.get(&row.name).copied().unwrap_or(0),
             name: row.name,
         };
         Ok(tx.pools()?.into_iter().map(candidate).collect())

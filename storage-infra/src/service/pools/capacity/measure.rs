@@ -65,7 +65,7 @@ impl PoolView {
             cordoned: self.row.spec.cordoned,
             suspended: self.row.suspension.is_some(),
             free_bytes: self.free,
-            groups: Vec::new(),
+            in_group: 0,
         }
     }
 

@@ -4,7 +4,7 @@
 //! are first.
 
 /// Phrases of an error, all of which must occur (without regard to case), and what to do.
-const REMEDIES: [(&[&str], &str); 34] = [
+const REMEDIES: [(&[&str], &str); 35] = [
     (
         &["exceeded quota"],
         "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \

@@ -37,7 +37,10 @@ const NOT_RUN: [(&str, &str); 18] = [
     ),
     ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
-    ("docs/guides/pools.md", "formats disks; the module pools, and storage-infra's own tests, run the commands"),
+    (
+        "docs/guides/pools.md",
+        "formats disks; the module pools, and storage-infra's own tests, run the commands",
+    ),
     ("docs/guides/machines.md", "registers a VM by hand; the module machines does what mgmt-csi does"),
     ("docs/guides/onboarding.md", "needs the charts in pods; the module onboarding adds and removes guests"),
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),

@@ -233,7 +233,7 @@ async fn a_storagepool_is_not_written_while_its_pool_does_not_change() -> Result
         let class = management_class(&s, &[]).await?;
         let before = shows(&s, &pool, "the pool", |object| object.status.is_some()).await?;
         // Small volumes change its free space by less than a hundredth; the marker is a write that must be seen.
-        for _ in 0..3 {
+        for _ in 0..2 {
             placed(&s, &class).await?;
         }
         storage_infra(&s, &["pool", "label", pool.name.as_str(), "seen=yes"]).await?;

@@ -42,7 +42,7 @@ impl NewPool {
         ensure!(
             reasons.is_empty(),
             "{device} cannot become a pool: {}; nothing was changed. If you are sure that nothing on it is needed, empty it \
-             first: `wipefs --all {device}`, then `blkdiscard --zeroout {device}`",
+             first: `wipefs -a {device}`, then `blkdiscard -z {device}`",
             reasons.join("; ")
         );
         let has_files = fs::read_dir(target).map(|mut entries| entries.next().is_some()).unwrap_or(false);

@@ -175,6 +175,9 @@ pub struct UnshareArgs {
 /// Flags of `pools`.
 #[derive(Debug, Clone, Args)]
 pub struct PoolsArgs {
+    /// List the pools themselves, from their StoragePools, instead of the capacity for each class and zone.
+    #[arg(long)]
+    pub by_pool: bool,
     /// Namespace of mgmt-csi in the management cluster, where it publishes the capacity.
     #[arg(long, value_name = "NAMESPACE", default_value = SYSTEM_NAMESPACE)]
     pub system_namespace: String,

@@ -177,6 +177,17 @@ async fn a_disk_with_anything_on_it_is_refused_and_not_written_to() {
     nothing_was_made(&site, &server).await;
 }
 
+#[test]
+fn swap_space_in_use_is_no_blank_disk() {
+    let site = Site::new();
+    let disk = formatted(&site, "swap", &["mkswap", "--quiet"]);
+    succeeds("swapon", &[&disk.device]);
+    let shown = discovered(&disk);
+    succeeds("swapoff", &[&disk.device]);
+    let reasons = shown["reasons"].to_string();
+    assert!(reasons.contains("used as swap space") && reasons.contains("open exclusively"), "{shown}");
+}
+
 #[tokio::test]
 async fn a_volume_that_is_attached_to_this_host_is_no_blank_disk() {
     let site = Site::reflink();

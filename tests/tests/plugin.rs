@@ -83,6 +83,8 @@ async fn an_attached_volume_is_traced_through_both_clusters_or_one() -> Result<(
         plugin(&s, Given::Both, &["volumes"]).await?.expect(0, &[&volume, &handle, "Bound"]);
         plugin(&s, Given::Management, &["vms"]).await?.expect(0, &[&node.name]);
         plugin(&s, Given::Management, &["pools"]).await?.expect(0, &["nestor"]);
+        let pool = s.infra.list_pools().await?.first().map(|pool| pool.name.to_string()).unwrap_or_default();
+        plugin(&s, Given::Management, &["pools", "--by-pool"]).await?.expect(0, &[&pool, "True"]);
         s.k8s_detach(&guest_attachment).await?;
         answers(&s, Given::Both, &trace, 0, &["healthy, not attached"]).await.map(drop)
     })

@@ -1,8 +1,9 @@
 //! `pools`: the free capacity per class and zone that mgmt-csi publishes as CSIStorageCapacity objects. The pools themselves
-//! are StoragePools, which `kubectl get` shows.
+//! are StoragePools, which `--by-pool` lists.
 
+use crds::StoragePool;
 use k8s_openapi::api::storage::v1::CSIStorageCapacity;
-use kube::Api;
+use kube::{Api, ResourceExt};
 use kube_kit::quantity;
 use serde::Serialize;
 
@@ -32,20 +33,82 @@ impl Row for Capacity {
     }
 }
 
+const POOL_HEAD: [&str; 8] =
+    ["POOL", "CAPACITY", "FREE", "USED", "HEALTHY", "SCHEDULABLE", "ZONE", "MESSAGE"];
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PoolRow {
+    name: String,
+    capacity_bytes: Option<u64>,
+    free_bytes: Option<u64>,
+    used_percent: Option<i64>,
+    healthy: Option<String>,
+    /// Whether it accepts new volumes, and if not, the reason.
+    schedulable: Option<String>,
+    zone: Option<String>,
+    message: Option<String>,
+}
+
+impl Row for PoolRow {
+    fn cells(&self) -> Vec<String> {
+        let size = |bytes: Option<u64>| or_dash(bytes.map(gibibytes));
+        vec![
+            self.name.clone(),
+            size(self.capacity_bytes),
+            size(self.free_bytes),
+            or_dash(self.used_percent.map(|percent| format!("{percent}%"))),
+            or_dash(self.healthy.clone()),
+            or_dash(self.schedulable.clone()),
+            self.zone.clone().unwrap_or_else(|| "(all)".to_owned()),
+            or_dash(self.message.clone()),
+        ]
+    }
+}
+
+fn pool(object: &StoragePool) -> PoolRow {
+    let status = object.status.as_ref();
+    let condition =
+        |type_: &str| status.and_then(|status| status.conditions.iter().find(|one| one.type_ == type_));
+    let schedulable = condition("Schedulable");
+    PoolRow {
+        name: object.name_any(),
+        capacity_bytes: status.and_then(|status| quantity::value(&status.capacity)),
+        free_bytes: status.and_then(|status| quantity::value(&status.free)),
+        used_percent: status.map(|status| status.used_percent),
+        healthy: condition("Healthy").map(|one| one.status.clone()),
+        schedulable: schedulable
+            .map(|one| if one.status == "True" { one.status.clone() } else { one.reason.clone() }),
+        zone: object.spec.zone.clone(),
+        message: schedulable.map(|one| one.message.clone()),
+    }
+}
+
 /// Bytes as GiB with one decimal.
 fn gibibytes(bytes: u64) -> String {
     let tenths = (u128::from(bytes) * 10) >> 30;
     format!("{}.{}Gi", tenths / 10, tenths % 10)
 }
 
-/// Lists the published capacity.
+/// Lists the pools, or the published capacity.
 pub async fn run(clusters: &Clusters, args: &PoolsArgs) -> Result<bool, Error> {
     let cluster = clusters.management_for("pools")?;
+    if args.by_pool {
+        let mut rows: Vec<PoolRow> =
+            read::list(cluster, Api::all(cluster.client.clone()), "StoragePools", None)
+                .await?
+                .iter()
+                .map(pool)
+                .collect();
+        rows.sort_by(|a, b| a.name.cmp(&b.name));
+        let list = List { head: &POOL_HEAD, narrow: 7, unseen: Vec::new() };
+        return show(args.output, &list, &rows).map(|()| true);
+    }
     let api: Api<CSIStorageCapacity> = Api::namespaced(cluster.client.clone(), &args.system_namespace);
     let objects = read::list(cluster, api, "CSIStorageCapacities", Some(PUBLISHED)).await?;
     let mut rows: Vec<Capacity> = objects.iter().map(capacity).collect();
     rows.sort_by(|a, b| (&a.class, &a.zone).cmp(&(&b.class, &b.zone)));
-    let unseen = vec!["the pools behind a class: `kubectl get storagepools`".to_owned()];
+    let unseen = vec!["the pools themselves: --by-pool".to_owned()];
     show(args.output, &List { head: &HEAD, narrow: 4, unseen }, &rows).map(|()| true)
 }
 
@@ -62,6 +125,23 @@ fn capacity(object: &CSIStorageCapacity) -> Capacity {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pool_that_takes_no_volumes_shows_the_reason() {
+        let object = serde_json::from_value(serde_json::json!({
+            "apiVersion": "nestor.dev/v1alpha1", "kind": "StoragePool", "metadata": {"name": "fast"},
+            "spec": {"engine": "file", "cordoned": true, "onFull": "pause"},
+            "status": {
+                "capacity": "3Gi", "free": "1536Mi", "reserved": "0", "used": "1Gi", "usedPercent": 33,
+                "conditions": [
+                    {"type": "Healthy", "status": "True", "reason": "Available", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+                    {"type": "Schedulable", "status": "False", "reason": "Cordoned", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+                ],
+            },
+        }));
+        let cells = pool(&object.unwrap()).cells();
+        assert_eq!(cells, ["fast", "3.0Gi", "1.5Gi", "33%", "True", "Cordoned", "(all)", "m"]);
+    }
 
     #[test]
     fn sizes_have_one_decimal() {

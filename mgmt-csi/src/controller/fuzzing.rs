@@ -1,5 +1,6 @@
 //! Fuzz target of the Controller service's requests.
 
+use crds::anti_affinity::AntiAffinity;
 use crds::names::{ANNOTATION_REQUESTED_ZONES, CsiName, MAX_REQUESTED_ZONES, MAX_ZONE};
 use csi::{Message, capability, proto};
 use futures::FutureExt;
@@ -36,7 +37,11 @@ pub fn management_requests(data: &[u8]) {
             assert!(items.is_empty() && next.is_empty());
             Ok(())
         }),
-        _ => requested_zones(&String::from_utf8_lossy(message)),
+        _ => {
+            let text = String::from_utf8_lossy(message);
+            requested_zones(&text);
+            anti_affinity(&text);
+        }
     }
 }
 
@@ -62,6 +67,14 @@ fn ids(name: &CsiName) {
     assert_eq!((&volume, volume.as_str()), (&volume_id(name), snapshot.as_str()));
     VolumeId::new(volume.as_str()).expect("a derived ID is valid");
     SnapshotId::new(snapshot.as_str()).expect("a derived ID is valid");
+}
+
+/// The annotation with which a guest requests anti-affinity.
+fn anti_affinity(text: &str) {
+    match text.parse::<AntiAffinity>() {
+        Ok(read) => assert_eq!(read.to_string(), text),
+        Err(refusal) => assert!(refusal.contains("preferred:GROUP")),
+    }
 }
 
 /// The annotation with which a guest requests zones.

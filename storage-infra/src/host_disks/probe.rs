@@ -61,7 +61,10 @@ fn read(name: &str) -> anyhow::Result<Disk> {
         is_swap: is_swap(&fs::read_to_string("/proc/swaps")?, &device),
         loops: loops_on(&device)?,
         volume: text(&sys.join("loop/backing_file")).filter(|file| is_in_pool(Path::new(file))),
-        signature: signature(&device),
+        signature: match &opened {
+            Err(error) if !is_busy(error) => Signature::Unclear(format!("cannot open it: {error}")),
+            _ => signature(&device),
+        },
         is_busy: opened.as_ref().is_err_and(is_busy),
         has_data: opened.is_ok_and(|file| has_data(file, bytes)),
     };

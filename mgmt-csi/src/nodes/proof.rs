@@ -10,7 +10,7 @@ use k8s_openapi::jiff::Timestamp;
 /// Age at which the record is renewed. gc-csi believes a record for three times as long.
 pub(super) const RENEWAL: Duration = Duration::from_secs(30);
 /// Interval between checks of a VM that is off without a proof, although it has disks: its QEMU may still be closing them.
-pub(super) const RETRY: Duration = Duration::from_secs(5);
+pub(super) const RETRY: Duration = Duration::from_secs(10);
 
 /// What to do with the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

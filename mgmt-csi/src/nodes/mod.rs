@@ -1,6 +1,6 @@
 //! Nodes: keeps the nodes of the storage infra equal to the VirtualMachines, and the status of VirtualMachines equal to what
-//! their hypervisors report, if no other program writes that. A VM that is proven off is annotated with the time of the proof. A VM waits until its status has its UUID; the storage infra
-//! finds the hypervisor.
+//! their hypervisors report, if no other program writes that. A VM waits until its status has its UUID; the storage infra finds
+//! the hypervisor. A VM that is proven off is annotated with the time of the proof.
 //!
 //! The node of a deleted VirtualMachine is removed as soon as the storage infra has proven that its disks are free. Nodes that
 //! an administrator registered for VMs without a VirtualMachine are left alone.

@@ -28,6 +28,7 @@ mod pods;
 mod pv_usable;
 mod repair;
 mod resizable;
+mod taints;
 mod volume_conditions;
 mod volume_entries;
 mod zones;

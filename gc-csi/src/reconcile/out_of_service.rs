@@ -7,7 +7,7 @@ use crds::VirtualMachine;
 use crds::names::ANNOTATION_OUT_OF_SERVICE;
 use kube_kit::partial::Node;
 
-use super::lost_nodes::{is_out_of_service, is_own};
+use super::taints::{is_out_of_service, is_own};
 use crate::management::VirtualMachines;
 use crds::names::VmName;
 

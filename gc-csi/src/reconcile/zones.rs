@@ -18,8 +18,8 @@ use kube_kit::queue::NextAction;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::lost_nodes::is_out_of_service;
 use super::out_of_service;
+use super::taints::is_out_of_service;
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::VirtualMachines;

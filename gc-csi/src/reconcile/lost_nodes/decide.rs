@@ -6,11 +6,11 @@
 
 use std::fmt;
 
-use crds::names::{TAINT_OUT_OF_SERVICE, TAINT_PROVEN_OFF};
 use crds::{VirtualMachine, node_uuid};
-use k8s_openapi::api::core::v1::Taint;
 use kube_kit::partial::Node;
 use uuid::Uuid;
+
+use crate::reconcile::taints::{is_out_of_service, is_own};
 
 /// When gc-csi taints a Node by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -97,18 +97,6 @@ impl fmt::Display for Obstacle {
             }
         })
     }
-}
-
-/// Whether a taint is the one that gc-csi itself sets.
-pub(in crate::reconcile) fn is_own(taint: &Taint) -> bool {
-    is_out_of_service(taint)
-        && taint.effect == "NoExecute"
-        && taint.value.as_deref() == Some(TAINT_PROVEN_OFF)
-}
-
-/// Whether a taint declares a Node out of service, with any value and effect, as in Kubernetes.
-pub(in crate::reconcile) fn is_out_of_service(taint: &Taint) -> bool {
-    taint.key == TAINT_OUT_OF_SERVICE
 }
 
 /// What to do with a Node.

@@ -1,3 +1,4 @@
+use k8s_openapi::api::core::v1::Taint;
 use serde_json::{Value, json};
 
 use super::*;

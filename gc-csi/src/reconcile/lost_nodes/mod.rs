@@ -26,7 +26,6 @@ use crate::management::VirtualMachines;
 use decide::{Decision, Facts, Obstacle, decide};
 
 pub(crate) use decide::TaintPolicy;
-pub(super) use decide::{is_out_of_service, is_own};
 pub(super) use proofs::Proofs;
 
 /// Taints lost Nodes.

@@ -8,8 +8,8 @@ use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
 use kube_kit::partial::Node;
 use serde_json::{Value, json};
 
-use super::decide::is_own;
 use crate::reconcile::metrics::TaintChange;
+use crate::reconcile::taints::is_own;
 
 /// Delay of a retry after the Node has changed.
 pub(super) const RETRY: Duration = Duration::from_secs(1);

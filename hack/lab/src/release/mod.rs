@@ -134,6 +134,6 @@ mod tests {
     #[test]
     fn the_definitions_are_separate_documents() {
         let documents: Vec<serde_json::Value> = serde_saphyr::from_multiple(&definitions()).unwrap();
-        assert_eq!(documents.len(), 3);
+        assert_eq!(documents.len(), 4);
     }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use infra_api::{
-    Change, EventKind, NodeRef, ObjectKind, PoolName, Problem, ProblemCode, Suspension, SuspensionSpec,
-    VolumeId, VolumeState,
+    Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode, Suspension, SuspensionSpec, VolumeId,
+    VolumeState,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -105,17 +105,8 @@ impl Suspensions {
         for volume in &volumes {
             drop(self.core.lock_volume(volume).await);
         }
-        for (hypervisor, _) in self.hypervisors.iter() {
-            self.enforce(hypervisor).await.map_err(|failure| {
-                let detail = format!(
-                    "the suspension is recorded, but not every node that has a disk is known to be paused; the server repeats it: \
-                     {}",
-                    failure.0.detail
-                );
-                Failure::new(ProblemCode::Unavailable, detail)
-            })?;
-        }
-        Ok(())
+        let state = "the suspension is recorded, but not every node that has a disk is known to be paused";
+        self.enforce_everywhere(state).await
     }
 
     /// Ends a suspension. The nodes that were paused for it are resumed, unless another suspension concerns them.
@@ -133,12 +124,15 @@ impl Suspensions {
             tracing::warn!(resumed = ?what, "resumed");
             self.publish(&what, &volumes);
         }
+        self.enforce_everywhere("the suspension has ended, but not every paused node is known to run again")
+            .await
+    }
+
+    /// Pauses and resumes nodes at all hypervisors. A failure begins with what is known then.
+    async fn enforce_everywhere(&self, state: &str) -> Result<()> {
         for (hypervisor, _) in self.hypervisors.iter() {
             self.enforce(hypervisor).await.map_err(|failure| {
-                let detail = format!(
-                    "the suspension has ended, but not every paused node is known to run again; the server repeats it: {}",
-                    failure.0.detail
-                );
+                let detail = format!("{state}; the server repeats it: {}", failure.0.detail);
                 Failure::new(ProblemCode::Unavailable, detail)
             })?;
         }
@@ -212,7 +206,7 @@ impl Suspensions {
 fn begin(tx: &Tx<'_>, what: &Suspended, spec: SuspensionSpec) -> Result<Vec<VolumeId>> {
     match what {
         Suspended::Volume(id) => suspendable(tx, id)?,
-        Suspended::Pool(name) => exists(tx, name)?,
+        Suspended::Pool(name) => drop(pool(tx, name)?),
     }
     let volumes = tx.volumes_of(what)?;
     if !spec.pause_nodes && tx.suspension(what)?.is_none() {
@@ -222,10 +216,6 @@ fn begin(tx: &Tx<'_>, what: &Suspended, spec: SuspensionSpec) -> Result<Vec<Volu
     }
     tx.suspend(what, &Suspension { reason: spec.reason, since: now() })?;
     Ok(volumes)
-}
-
-fn exists(tx: &Tx<'_>, name: &PoolName) -> Result<()> {
-    pool(tx, name).map(drop)
 }
 
 /// Fails unless the volume is ready and held by nothing but suspensions.

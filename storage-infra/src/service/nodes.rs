@@ -226,7 +226,14 @@ impl Nodes {
                     nodes.attachments.detach(attachment.id, Duration::MAX).await?;
                 }
             }
-            nodes.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
+            let can_resume = nodes.hypervisors.contains(&row.spec.hypervisor);
+            let remove = move |tx: &Tx<'_>| -> Result<_> {
+                if can_resume && tx.paused_nodes()?.contains(&uuid) {
+                    return Err(still_paused(uuid));
+                }
+                Ok(tx.delete_node(uuid)?)
+            };
+            nodes.core.catalog().run(remove).await?;
             audit::log_removal(format!("node {uuid}"), "it was removed");
             nodes.core.catalog().save_registered().await?;
             nodes.core.emit(EventKind::Node, uuid, Change::Deleted);
@@ -288,6 +295,12 @@ impl Write {
     fn is_outdated(&self, before: &str) -> bool {
         !self.is_named && self.seen.as_deref() != Some(before)
     }
+}
+
+/// A node that is paused for a suspension is not forgotten: nobody would resume its VM.
+fn still_paused(uuid: Uuid) -> Failure {
+    let detail = format!("the VM of node {uuid} is being resumed after a suspension; retry in some seconds");
+    Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Node, uuid).into()
 }
 
 fn has_disks(uuid: Uuid, before: &NodeSpec, spec: &NodeSpec) -> Failure {

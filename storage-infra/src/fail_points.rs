@@ -198,6 +198,10 @@ mod debug {
         fn locate(&self, object: &Object) -> engine::Result<DiskSource> {
             self.0.locate(object)
         }
+
+        fn cut_off(&self, id: &VolumeId) -> engine::Result<Vec<String>> {
+            engine_effect("cut_off", || self.0.cut_off(id))
+        }
     }
 
     #[async_trait]

@@ -8,8 +8,8 @@ use infra_api::{PoolName, VolumeId, VolumeState};
 use crate::catalog::backup::Content;
 use crate::catalog::{PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
-use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord};
+use crate::engine::scan::{FoundFile, PoolScan};
 use crate::recover::identified;
 
 /// A difference between a pool and the backup.
@@ -157,11 +157,13 @@ mod tests {
 
     use super::*;
     use crate::catalog::integrity::Registered;
+    use crate::engine::scan::Place;
     use crate::recover::Plan;
 
     fn file(name: &str, record: Option<serde_json::Value>) -> FoundFile {
         let record = record.map(|record| serde_json::from_value(record).unwrap());
-        FoundFile { name: name.into(), bytes: 8192, allocated: 4096, record: Ok(record) }
+        let object = crate::engine::file::object_of(name);
+        FoundFile { object, name: name.into(), bytes: 8192, allocated: 4096, record: Ok(record) }
     }
 
     fn volume(id: &str, disk: u128, revision: u64) -> FoundFile {
@@ -177,7 +179,7 @@ mod tests {
         let pool = json!({"kind": "pool", "name": "p", "engine": "file", "revision": revision});
         PoolScan {
             dir: "/p".into(),
-            real: "/p".into(),
+            place: Place::Directory("/p".into()),
             uuid: Uuid::from_u128(1),
             pool: Some(serde_json::from_value(pool).unwrap()),
             served_by: None,

@@ -12,7 +12,8 @@ use super::compare::differences;
 use crate::catalog;
 use crate::catalog::backup::{self, Content, Origin, Summary};
 use crate::catalog::integrity::{self, CATALOG_FILE, Registered};
-use crate::engine::file::{PoolScan, private_dir, scan_pool};
+use crate::engine::file::private_dir;
+use crate::engine::scan::{PoolScan, scan_pool};
 use crate::recover::replace;
 
 /// Inputs of a restoration.

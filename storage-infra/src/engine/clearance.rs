@@ -6,20 +6,19 @@
 //! Pure.
 
 use std::fmt;
-use std::path::PathBuf;
 
 use uuid::Uuid;
 
 use super::Object;
 use super::image_lock;
 use super::record::RecordedAttachment;
-use crate::hypervisor::AttachedDisk;
+use crate::hypervisor::{AttachedDisk, DiskLocation};
 
 /// Files of an object in its pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Files {
-    /// All paths of the complete file: as registered, and without symbolic links.
-    pub complete: Vec<PathBuf>,
+    /// All places of the complete data, such as paths of a file: as registered, and without symbolic links.
+    pub complete: Vec<DiskLocation>,
     /// Whether an incomplete file exists.
     pub unfinished: bool,
     /// The process or device that has one of the files open, according to the kernel.
@@ -155,7 +154,11 @@ mod tests {
         Evidence {
             object: Object::Volume(VolumeId::new("v").unwrap()),
             identity: Uuid::from_u128(7),
-            files: Files { complete: vec!["/pool/v.raw".into()], unfinished: false, open: None },
+            files: Files {
+                complete: vec![DiskLocation::File("/pool/v.raw".into())],
+                unfinished: false,
+                open: None,
+            },
             is_catalog_stale: false,
             recorded: Vec::new(),
             live: Vec::new(),
@@ -174,8 +177,11 @@ mod tests {
     }
 
     fn attached_disk() -> (String, AttachedDisk) {
-        let (name, path) = ("vm".to_owned(), PathBuf::from("/pool/v.raw"));
-        ("here".to_owned(), AttachedDisk { node: Uuid::from_u128(9), name, path, wwn: None, read_only: true })
+        let (name, location) = ("vm".to_owned(), DiskLocation::File("/pool/v.raw".into()));
+        (
+            "here".to_owned(),
+            AttachedDisk { node: Uuid::from_u128(9), name, location, wwn: None, read_only: true },
+        )
     }
 
     #[test]

@@ -21,12 +21,12 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use infra_api::VolumeId;
+use infra_api::{SnapshotId, VolumeId};
 use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
 use uuid::Uuid;
 
 use crate::audit;
-use crate::hypervisor::DiskSource;
+use crate::hypervisor::{DiskLocation, DiskSource};
 
 use super::clearance::{Clearance, Files};
 use super::{
@@ -38,7 +38,7 @@ use ops::{copy_sparse, exists, extend, unlink};
 pub(in crate::engine) use ops::{io_error, next_data};
 
 pub(in crate::engine) use record_xattr::has_record;
-pub use scan::{FoundFile, PoolScan, scan_pool};
+pub(super) use scan::scan_pool;
 
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
 pub(crate) const MARKER: &str = ".nestor-pool";
@@ -48,6 +48,13 @@ fn file_name(object: &Object) -> String {
         Object::Volume(id) => format!("{id}.raw"),
         Object::Snapshot(id) => format!("{id}.snap"),
     }
+}
+
+/// The object whose complete file has this name.
+pub(crate) fn object_of(name: &str) -> Option<Object> {
+    let volume = || VolumeId::new(name.strip_suffix(".raw")?).ok().map(Object::Volume);
+    let snapshot = || SnapshotId::new(name.strip_suffix(".snap")?).ok().map(Object::Snapshot);
+    volume().or_else(snapshot)
 }
 
 fn part_name(object: &Object) -> String {
@@ -292,14 +299,14 @@ impl Engine for FileEngine {
     }
 
     fn is_blank(&self, id: &VolumeId) -> Result<bool> {
-        let DiskSource::File(path) = self.locate(&Object::Volume(id.clone()))?;
+        let path = self.existing(&Object::Volume(id.clone()))?;
         let file = File::open(&path).map_err(io_error("open", &path))?;
         // A filesystem without hole detection reports the whole file as data (lseek(2), SEEK_DATA): not blank.
         Ok(next_data(&file, 0).map_err(io_error("search for data in", &path))?.is_none())
     }
 
     fn allocated(&self, object: &Object) -> Result<u64> {
-        let DiskSource::File(path) = self.locate(object)?;
+        let path = self.existing(object)?;
         Ok(fs::metadata(&path).map_err(io_error("read the metadata of", &path))?.blocks() * 512)
     }
 
@@ -309,8 +316,9 @@ impl Engine for FileEngine {
         let mut complete = Vec::new();
         if exists(&file)? {
             // A hypervisor may report either path.
-            complete.extend(fs::canonicalize(&file).ok().filter(|real| *real != file));
-            complete.push(file);
+            complete
+                .extend(fs::canonicalize(&file).ok().filter(|real| *real != file).map(DiskLocation::File));
+            complete.push(DiskLocation::File(file));
         }
         Ok(Files { complete, unfinished, open: self.open_by(object)? })
     }
@@ -325,7 +333,7 @@ impl Engine for FileEngine {
         progress: &CopyProgress,
     ) -> Result<()> {
         self.check()?;
-        let DiskSource::File(source) = from;
+        let source = from.file().map_err(EngineError::Unsupported)?;
         let object = cleared.object();
         let part = self.part(object);
         let from = File::open(source).map_err(io_error("open", source))?;
@@ -469,10 +477,21 @@ impl Engine for FileEngine {
     }
 
     fn locate(&self, object: &Object) -> Result<DiskSource> {
+        self.existing(object).map(DiskSource::File)
+    }
+
+    fn cut_off(&self, _id: &VolumeId) -> Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+}
+
+impl FileEngine {
+    /// The path of an object's file, after checking that it exists.
+    fn existing(&self, object: &Object) -> Result<PathBuf> {
         self.check()?;
         let path = self.file(object);
         match fs::symlink_metadata(&path) {
-            Ok(meta) if meta.is_file() => Ok(DiskSource::File(path)),
+            Ok(meta) if meta.is_file() => Ok(path),
             Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))

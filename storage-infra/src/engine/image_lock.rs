@@ -30,6 +30,8 @@ pub enum Holder {
     Loop(PathBuf),
     /// Processes have the file open without a lock.
     Open(Vec<Process>),
+    /// Clients of a Ceph cluster with these addresses have the image open for writing.
+    Watching(Vec<String>),
 }
 
 /// A process that has an image open.
@@ -51,6 +53,7 @@ impl fmt::Display for Holder {
                 write!(f, "{} (it holds the image lock)", names(processes))
             }
             Self::Open(processes) => f.write_str(&names(processes)),
+            Self::Watching(clients) => write!(f, "the Ceph client {}", clients.join(", ")),
             Self::Loop(device) => write!(f, "the loop device {}", device.display()),
         }
     }

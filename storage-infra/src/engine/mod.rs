@@ -6,7 +6,9 @@ pub mod clearance;
 pub mod file;
 pub mod image_lock;
 pub mod qcow2;
+pub mod rbd;
 pub mod record;
+pub mod scan;
 pub mod transfer;
 
 use std::collections::{HashMap, HashSet};
@@ -24,6 +26,7 @@ use crate::hypervisor::DiskSource;
 
 pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
+pub use rbd::{RbdEngine, RbdLocation};
 pub use record::Record;
 pub use transfer::{PartFile, SourceFile};
 
@@ -99,6 +102,9 @@ pub enum EngineError {
     /// A file cannot become a volume, or a path cannot take one. Nothing was changed.
     #[error("{0}")]
     Unsuitable(String),
+    /// The engine does not support this. Nothing was changed.
+    #[error("{0}")]
+    Unsupported(String),
     /// An image could not be converted.
     #[error("{0}")]
     Conversion(String),
@@ -154,6 +160,11 @@ impl DirectoryVersion {
             modified: (directory.mtime(), directory.mtime_nsec()),
             changed: (directory.ctime(), directory.ctime_nsec()),
         }
+    }
+
+    /// The version of a pool without a directory, by a hash of the names in it.
+    fn of_names(hash: u64) -> Self {
+        Self { identity: (hash, 0), ..Self::default() }
     }
 }
 
@@ -300,4 +311,8 @@ pub trait Engine: Send + Sync {
 
     /// What to open for an object, after checking that it exists.
     fn locate(&self, object: &Object) -> Result<DiskSource>;
+
+    /// Cuts off the clients that have a volume open, so that they can never write to it again. Returns them. Does nothing
+    /// where a client's access ends with its process.
+    fn cut_off(&self, id: &VolumeId) -> Result<Vec<String>>;
 }

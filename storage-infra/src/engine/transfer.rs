@@ -5,8 +5,8 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
-use super::Result;
 use super::file::{io_error, next_data};
+use super::{EngineError, Result};
 use crate::hypervisor::DiskSource;
 
 /// A file that is read for an export.
@@ -20,7 +20,7 @@ pub struct SourceFile {
 impl SourceFile {
     /// Opens what an engine located, of which this many bytes are exported.
     pub fn open(source: DiskSource, size: u64) -> Result<Self> {
-        let DiskSource::File(path) = source;
+        let path = source.file().map_err(EngineError::Unsupported)?.to_owned();
         let file = File::open(&path).map_err(io_error("open", &path))?;
         Ok(Self { file, path, size })
     }

@@ -29,7 +29,7 @@ use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power as NodePower,
     Presence, Result, wwn,
 };
-use crate::hypervisor::DiskSource;
+use crate::hypervisor::DiskLocation;
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -141,10 +141,10 @@ struct Backing {
 
 impl Backing {
     fn of(disk: &Disk) -> Result<Option<Self>> {
-        let DiskSource::File(path) = &disk.source;
+        let path = disk.source.file().map_err(HypervisorError::Refused)?;
         match fs::metadata(path) {
             Ok(meta) => Ok(Some(Self {
-                path: path.clone(),
+                path: path.to_owned(),
                 inode: meta.ino(),
                 filesystem: format!("{}:{}", major(meta.dev()), minor(meta.dev())),
             })),
@@ -328,10 +328,16 @@ impl Hypervisor for LoopDevices {
             for link in list(&dir)?.into_iter().filter(|link| !is_incomplete(link)) {
                 let Ok(target) = fs::read_link(&link) else { continue };
                 let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
-                let Some(path) = device.file.clone() else { continue };
+                let Some(file) = device.file.clone() else { continue };
                 let link = link.file_name().and_then(|link| link.to_str()?.strip_prefix("wwn-0x"));
                 let (name, wwn) = (name.clone(), link.map(str::to_owned));
-                found.push(AttachedDisk { node, name, path, wwn, read_only: device.read_only });
+                found.push(AttachedDisk {
+                    node,
+                    name,
+                    location: DiskLocation::File(file),
+                    wwn,
+                    read_only: device.read_only,
+                });
             }
         }
         Ok(found)
@@ -342,8 +348,7 @@ impl Hypervisor for LoopDevices {
             return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
         let Some(backing) = Backing::of(disk)? else {
-            let DiskSource::File(path) = &disk.source;
-            return Err(HypervisorError::Refused(format!("{} does not exist", path.display())));
+            return Err(HypervisorError::Refused(format!("{} does not exist", disk.source.location())));
         };
         let devices = devices().await?;
         if let Some(device) = self.linked_device(node, disk, &devices)? {

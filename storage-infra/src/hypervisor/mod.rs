@@ -4,13 +4,15 @@
 pub mod libvirt;
 pub mod loop_device;
 pub mod simulated;
+pub mod source;
 
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
 
 use async_trait::async_trait;
 use infra_api::{NodeState, OnFull, Qos};
 use uuid::Uuid;
+
+pub use source::{CephClient, DiskLocation, DiskSource, RbdImage, RbdSource};
 
 /// Why a hypervisor call failed, classified by what is known about the disk afterwards.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -34,13 +36,6 @@ pub enum HypervisorError {
 
 /// Result of a hypervisor call.
 pub type Result<T, E = HypervisorError> = std::result::Result<T, E>;
-
-/// Storage that a hypervisor opens as a disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DiskSource {
-    /// Raw file at an absolute path.
-    File(PathBuf),
-}
 
 /// A disk to attach, detach or change.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,15 +122,15 @@ pub struct Presence {
     pub disks: HashSet<Uuid>,
 }
 
-/// A file that a virtual machine has attached as a disk, whether the server attached it or someone else.
+/// Data that a virtual machine has attached as a disk, whether the server attached it or someone else.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachedDisk {
     /// UUID of the virtual machine.
     pub node: Uuid,
     /// Name of the virtual machine at the hypervisor.
     pub name: String,
-    /// Path of the file.
-    pub path: PathBuf,
+    /// Where the data is.
+    pub location: DiskLocation,
     /// The disk's WWN, if it has one in the form of a disk UUID's WWN.
     pub wwn: Option<String>,
     /// Whether the virtual machine cannot write.
@@ -190,7 +185,7 @@ pub trait Hypervisor: Send + Sync {
     /// Finds which of these disks a virtual machine has attached.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;
 
-    /// Lists all files that any virtual machine has attached.
+    /// Lists all disks that any virtual machine has attached.
     async fn attached_disks(&self) -> Result<Vec<AttachedDisk>>;
 
     /// Attaches a disk and returns when live state shows it. Succeeds if it is already attached.

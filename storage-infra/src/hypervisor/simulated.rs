@@ -19,7 +19,7 @@ use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
     Result, wwn,
 };
-use crate::hypervisor::DiskSource;
+use crate::hypervisor::DiskLocation;
 
 /// Maximum number of disks per virtual machine, as with libvirt and the expected controllers.
 const MAX_DISKS: u32 = 128;
@@ -165,7 +165,13 @@ impl Hypervisor for Simulated {
                 };
                 let uuid = path.file_name().and_then(|name| name.to_str()?.parse().ok());
                 let (name, wwn) = (name.clone(), uuid.map(wwn));
-                all.push(AttachedDisk { node, name, path: record.path, wwn, read_only: record.read_only });
+                all.push(AttachedDisk {
+                    node,
+                    name,
+                    location: DiskLocation::File(record.path),
+                    wwn,
+                    read_only: record.read_only,
+                });
             }
         }
         Ok(all)
@@ -178,8 +184,8 @@ impl Hypervisor for Simulated {
         tokio::time::sleep(self.delay).await;
         let (dir, path) = (self.dir(node), self.record_path(node, disk));
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
-        let DiskSource::File(file) = &disk.source;
-        let record = DiskRecord { path: file.clone(), read_only: disk.read_only };
+        let file = disk.source.file().map_err(HypervisorError::Refused)?;
+        let record = DiskRecord { path: file.to_owned(), read_only: disk.read_only };
         let text = serde_json::to_vec(&record).map_err(|error| {
             HypervisorError::Uncertain(format!("cannot encode the record of the disk {}: {error}", disk.uuid))
         })?;
@@ -235,7 +241,7 @@ mod tests {
     use super::*;
 
     fn disk() -> Disk {
-        let source = DiskSource::File("/pool/volume".into());
+        let source = crate::hypervisor::DiskSource::File("/pool/volume".into());
         Disk {
             uuid: Uuid::new_v4(),
             source,
@@ -255,8 +261,8 @@ mod tests {
         let found = hypervisor().attached_disks().await.unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(
-            (found[0].node, found[0].path.to_str(), found[0].read_only),
-            (node, Some("/pool/volume"), true)
+            (found[0].node, found[0].location.to_string(), found[0].read_only),
+            (node, "/pool/volume".to_owned(), true)
         );
         let presence = hypervisor().presence(node, std::slice::from_ref(&disk)).await.unwrap();
         assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));

@@ -15,8 +15,8 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, integrity};
-use crate::engine::file::scan_pool;
-use crate::hypervisor::Hypervisor;
+use crate::engine::scan::scan_pool;
+use crate::hypervisor::{DiskLocation, Hypervisor};
 
 pub(crate) use plan::identified;
 pub use plan::{FoundDisk, Plan};
@@ -83,7 +83,7 @@ impl Recovery {
             match disks {
                 Ok(disks) => {
                                         attached_disks.extend(disks.into_iter().map(|mut disk| {
-                                            disk.path = canonical(disk.path);
+                                            disk.location = canonical(disk.location);
                                             FoundDisk { hypervisor: name.clone(), disk }
                     }));
                 }
@@ -114,8 +114,9 @@ impl Recovery {
 }
 
 /// The path without symbolic links: a hypervisor may report the path as the pool was registered.
-fn canonical(path: PathBuf) -> PathBuf {
-    fs::canonicalize(&path).unwrap_or(path)
+fn canonical(location: DiskLocation) -> DiskLocation {
+    let real = location.path().and_then(|path| fs::canonicalize(path).ok());
+    real.map_or(location, DiskLocation::File)
 }
 
 fn fill(tx: &Tx<'_>, plan: &Plan) -> CatalogResult<()> {

@@ -4,7 +4,6 @@
 //! a note and left alone; contradictions are conflicts, which an operator must resolve before a catalog is written.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::path::PathBuf;
 
 use infra_api::{
     Access, AttachmentId, AttachmentState, FormatToken, Labels, NodeSpec, PoolName, PoolSpec, VolumeId,
@@ -15,9 +14,9 @@ use uuid::Uuid;
 use crate::catalog::integrity::RegisteredNode;
 use crate::catalog::{AttachmentRow, Blank, NodeRow, Origin, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
-use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord, owner_or_labelled};
-use crate::hypervisor::AttachedDisk;
+use crate::engine::scan::{FoundFile, PoolScan};
+use crate::hypervisor::{AttachedDisk, DiskLocation};
 
 /// A disk that a virtual machine has attached, with its hypervisor.
 #[derive(Debug, Clone)]
@@ -161,22 +160,22 @@ impl Plan {
                 });
             }
         }
-        let files: HashMap<PathBuf, &VolumeRow> = self
+        let files: HashMap<DiskLocation, &VolumeRow> = self
             .volumes
             .iter()
             .flat_map(|row| {
                 let pool = self.pools.iter().find(|pool| pool.name == row.pool);
                 let dir = scans.iter().find(|scan| pool.is_some_and(|pool| pool.uuid == scan.uuid));
-                dir.map(|scan| (scan.real.join(format!("{}.raw", row.id)), row))
+                dir.map(|scan| (scan.place.volume(&row.id), row))
             })
             .collect();
         for FoundDisk { hypervisor, disk } in attached_disks {
             let vm = format!("the virtual machine {} ({}) on hypervisor {hypervisor}", disk.name, disk.node);
-            let Some(row) = files.get(&disk.path) else {
-                if scans.iter().any(|scan| disk.path.starts_with(&scan.real)) {
+            let Some(row) = files.get(&disk.location) else {
+                if scans.iter().any(|scan| scan.place.contains(&disk.location)) {
                     self.conflicts.push(format!(
                         "{vm} has {} attached, and no record says which volume that is; detach it from the virtual machine first",
-                        disk.path.display()
+                        disk.location
                     ));
                 }
                 continue;
@@ -249,13 +248,15 @@ pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
         Ok(None) => return Err("it has no record".into()),
         Err(why) => return Err(why.clone()),
     };
-    let (name, min) = match record {
-        Record::Volume(record) => (format!("{}.raw", record.id), record.capacity),
-        Record::Snapshot(record) => (format!("{}.snap", record.id), record.capacity),
+    let min = match record {
+        Record::Volume(record) => record.capacity,
+        Record::Snapshot(record) => record.capacity,
         Record::Pool(_) => return Err("it has a pool's record".into()),
     };
-    if name != file.name {
-        return Err(format!("its record is that of {name}"));
+    let object = record.object();
+    if object != file.object {
+        let object = object.map(|object| object.to_string()).unwrap_or_default();
+        return Err(format!("its record is that of {object}"));
     }
     if file.bytes < min {
         return Err(format!("it has {} bytes instead of at min {min}: it was truncated", file.bytes));
@@ -304,17 +305,21 @@ fn snapshot(record: &SnapshotRecord, file: &FoundFile, pool: &PoolName) -> Snaps
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use infra_api::SnapshotId;
 
     use super::*;
     use crate::engine::record::{PoolRecord, RecordedAttachment};
+    use crate::engine::scan::Place;
 
     fn spec(shareable: bool) -> infra_api::VolumeSpec {
         serde_json::from_value(serde_json::json!({"capacityBytes": 1, "shareable": shareable})).unwrap()
     }
 
     fn file(name: &str, bytes: u64, record: Record) -> FoundFile {
-        FoundFile { name: name.into(), bytes, allocated: 4096, record: Ok(Some(record)) }
+        let object = crate::engine::file::object_of(name);
+        FoundFile { object, name: name.into(), bytes, allocated: 4096, record: Ok(Some(record)) }
     }
 
     fn holder(id: &str, node: u128) -> RecordedAttachment {
@@ -357,14 +362,15 @@ mod tests {
         };
         let dir = PathBuf::from(format!("/{name}"));
         let uuid = Uuid::from_u128(name.bytes().map(u128::from).sum());
-        PoolScan { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), served_by: None, files }
+        let place = Place::Directory(dir.clone());
+        PoolScan { place, dir, uuid, pool: Some(Record::Pool(record)), served_by: None, files }
     }
 
     fn attached(node: u128, path: &str) -> FoundDisk {
         let disk = AttachedDisk {
             node: Uuid::from_u128(node),
             name: "vm".into(),
-            path: path.into(),
+            location: DiskLocation::File(path.into()),
             wwn: None,
             read_only: false,
         };
@@ -386,9 +392,10 @@ mod tests {
         grown.bytes = 16384;
         let mut renamed = volume("w", 2, Vec::new());
         renamed.name = "x.raw".into();
+        renamed.object = crate::engine::file::object_of("x.raw");
         let mut cut = volume("y", 3, Vec::new());
         cut.bytes = 100;
-        let bare = FoundFile { name: "z.raw".into(), bytes: 1, allocated: 0, record: Ok(None) };
+        let bare = FoundFile { object: None, name: "z.raw".into(), bytes: 1, allocated: 0, record: Ok(None) };
         let files = vec![grown, renamed, cut, bare, file("s.snap", 8192, snapshot)];
         let plan = Plan::new(&[pool("p", files)], &[attached(7, "/p/v.raw")], Vec::new(), "now");
         assert!(plan.conflicts.is_empty(), "{:?}", plan.conflicts);

@@ -91,7 +91,9 @@ impl From<EngineError> for Failure {
             | EngineError::Io { .. } => ProblemCode::Unavailable,
             EngineError::Foreign(_) => ProblemCode::Exists,
             EngineError::InUse(_) => ProblemCode::InUse,
-            EngineError::Unsuitable(_) | EngineError::Conversion(_) => ProblemCode::Invalid,
+            EngineError::Unsuitable(_) | EngineError::Conversion(_) | EngineError::Unsupported(_) => {
+                ProblemCode::Invalid
+            }
             EngineError::NoSpace(_) | EngineError::TooLarge(_) | EngineError::NotExpanded(_) => {
                 ProblemCode::OutOfSpace
             }

@@ -78,6 +78,11 @@ impl Libvirtd {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
+    /// A virsh command that may wait.
+    pub fn virsh_child(&self, arguments: &[&str]) -> Child {
+        self.command(arguments).spawn().unwrap()
+    }
+
     /// Starts a domain with PCI slots for disks and no boot disk.
     pub fn domain(&mut self) -> Uuid {
         let uuid = Uuid::new_v4();

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 mod catalog_file;
+pub mod ceph;
 pub mod libvirtd;
 mod objects;
 

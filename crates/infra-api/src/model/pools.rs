@@ -15,12 +15,15 @@ use crate::ids::PoolName;
 pub enum EngineKind {
     /// One sparse raw file per volume in a directory.
     File,
+    /// One RBD image per volume in a pool of a Ceph cluster.
+    Rbd,
 }
 
 impl fmt::Display for EngineKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File => f.write_str("file"),
+            Self::Rbd => f.write_str("rbd"),
         }
     }
 }
@@ -52,8 +55,10 @@ impl fmt::Display for OnFull {
 pub struct PoolSpec {
     /// Storage engine. Immutable.
     pub engine: EngineKind,
-    /// Absolute path of an existing directory on the server. Immutable.
-    #[schema(pattern = "^/")]
+    /// Engine `file`: absolute path of an existing directory on the server. Engine `rbd`:
+    /// `rbd:POOL[/NAMESPACE]:id=USER:conf=FILE:keyring=FILE[:trash=SECONDS]`, with the cephx user without `client.`, and
+    /// how long deleted images stay in the trash. Immutable.
+    #[schema(pattern = "^(/|rbd:)")]
     pub path: String,
     /// Labels that volume placement can select on, at most 780 bytes as JSON. The label [`crate::ZONE_LABEL`]
     /// (`topology.kubernetes.io/zone`) names the zone that can reach the pool.
@@ -76,7 +81,7 @@ pub struct Pool {
     pub name: PoolName,
     /// Storage engine.
     pub engine: EngineKind,
-    /// Directory of the pool on the server.
+    /// Directory of the pool on the server, or its place in a Ceph cluster.
     pub path: String,
     /// Labels that volume placement can select on.
     #[serde(default)]
@@ -106,7 +111,7 @@ pub struct Pool {
     pub used_bytes: u64,
     /// Bytes available to a new volume: after reservations, and at most what the filesystem has free.
     pub free_bytes: u64,
-    /// Whether the filesystem supports reflinks, so that clones and snapshots take no copying.
+    /// Whether the pool shares blocks, so that clones and snapshots take no copying.
     pub reflink: bool,
     /// Files in the directory that belong to no volume or snapshot: the first thousand, by name. The server never
     /// changes them.

@@ -1,24 +1,31 @@
 //! Pool commands.
 
 use anyhow::Context;
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
 use super::disks::{self, DiscoverArgs, InitArgs};
 use super::suspensions::SuspensionArgs;
 use super::{ClientArgs, label};
 use crate::cli::output;
+use crate::engine::RbdLocation;
 
 /// Pool commands.
 #[derive(Debug, Subcommand)]
 pub(in crate::cli) enum PoolCommand {
-    /// Register a directory as a pool, or change a pool's labels and --on-full.
+    /// Register a directory or a Ceph pool as a pool, or change a pool's labels and --on-full.
     Add {
         /// Name of the pool.
         name: PoolName,
-        /// Existing directory on the server.
+        /// How the pool stores volumes: `file`, one file per volume in a directory; `rbd`, one RBD image per volume in a
+        /// Ceph pool.
+        #[arg(long, value_name = "file|rbd", value_parser = engine, default_value = "file")]
+        engine: EngineKind,
+        /// Existing directory on the server, for the engine file.
         #[arg(long, value_name = "DIR")]
-        path: String,
+        path: Option<String>,
+        #[command(flatten)]
+        ceph: CephArgs,
         /// Label that volume placement can select on. Repeatable.
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
         labels: Vec<(String, String)>,
@@ -104,6 +111,51 @@ pub(in crate::cli) enum PoolCommand {
     },
 }
 
+/// Where a pool of the engine `rbd` is.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct CephArgs {
+    /// Existing Ceph pool, or namespace of one, for the engine rbd.
+    #[arg(long, value_name = "POOL[/NAMESPACE]")]
+    ceph_pool: Option<String>,
+    /// cephx user, without `client.`.
+    #[arg(long, value_name = "USER", default_value = "nestor", requires = "ceph_pool")]
+    ceph_user: String,
+    /// Ceph configuration file, on the server and on the hosts of VMs.
+    #[arg(long, value_name = "FILE", default_value = "/etc/ceph/ceph.conf", requires = "ceph_pool")]
+    ceph_conf: String,
+    /// Keyring file of the cephx user, on the server only. Default: /etc/ceph/ceph.client.USER.keyring.
+    #[arg(long, value_name = "FILE", requires = "ceph_pool")]
+    ceph_keyring: Option<String>,
+    /// How long deleted volumes stay in Ceph's trash.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, requires = "ceph_pool")]
+    trash_seconds: u64,
+}
+
+/// The path of a pool in the API.
+fn pool_path(engine: EngineKind, path: Option<String>, ceph: CephArgs) -> anyhow::Result<String> {
+    let CephArgs { ceph_pool, ceph_user, ceph_conf, ceph_keyring, trash_seconds } = ceph;
+    match (engine, path, ceph_pool) {
+        (EngineKind::File, Some(path), None) => Ok(path),
+        (EngineKind::Rbd, None, Some(place)) => {
+            let keyring =
+                ceph_keyring.unwrap_or_else(|| format!("/etc/ceph/ceph.client.{ceph_user}.keyring"));
+            let text = format!(
+                "rbd:{place}:id={ceph_user}:conf={ceph_conf}:keyring={keyring}:trash={trash_seconds}"
+            );
+            Ok(text.parse::<RbdLocation>().map_err(anyhow::Error::msg)?.to_string())
+        }
+        (EngineKind::File, ..) => anyhow::bail!("a pool of the engine file needs --path, and no --ceph-pool"),
+        (EngineKind::Rbd, ..) => anyhow::bail!("a pool of the engine rbd needs --ceph-pool, and no --path"),
+    }
+}
+
+fn engine(text: &str) -> Result<EngineKind, String> {
+    [EngineKind::File, EngineKind::Rbd]
+        .into_iter()
+        .find(|one| one.to_string() == text)
+        .ok_or_else(|| "must be file or rbd".to_owned())
+}
+
 /// A label to set, or to remove.
 type LabelChange = (String, Option<String>);
 
@@ -168,14 +220,15 @@ async fn remove(client: &ClientArgs, name: &PoolName, keep_unknown_files: bool) 
 /// Runs a pool command.
 pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
     match command {
-        PoolCommand::Add { name, path, labels, on_full, client } => {
+        PoolCommand::Add { name, engine, path, ceph, labels, on_full, client } => {
+            let path = pool_path(engine, path, ceph)?;
             let server = client.connect()?;
             // `pool add` of an existing pool changes its labels and keeps whether it is cordoned.
             let before = server.get_pool(&name).await?;
             let cordoned = before.as_ref().is_some_and(|pool| pool.cordoned);
             let on_full = on_full.or(before.map(|pool| pool.on_full)).unwrap_or_default();
             let labels: Labels = labels.into_iter().collect();
-            let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned, on_full };
+            let spec = PoolSpec { engine, path, labels, cordoned, on_full };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
         PoolCommand::Discover(args) => disks::discover(&args),

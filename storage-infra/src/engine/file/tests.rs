@@ -92,7 +92,7 @@ fn a_volume_is_sparse_and_can_be_expanded_and_removed() {
     assert!(contents.allocated[&object("v")] < 1 << 20 && contents.unknown.is_empty(), "{contents:?}");
     engine.expand(&id("v"), 2 << 30).unwrap();
     engine.expand(&id("v"), 1 << 30).unwrap();
-    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    let path = engine.existing(&object("v")).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), 2 << 30);
     remove(&engine, "v").unwrap();
     remove(&engine, "v").unwrap();
@@ -130,7 +130,7 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 64 << 20).unwrap();
-    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    let path = engine.existing(&object("v")).unwrap();
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.write_all_at(b"head", 0).unwrap();
     file.write_all_at(b"tail", (64 << 20) - 4).unwrap();
@@ -200,7 +200,7 @@ fn a_complete_file_keeps_its_record_and_an_open_file_is_not_removed() {
     let noted = Record::Volume(noted);
     engine.write_record(&noted).unwrap();
     create(&engine, "v", 8192).unwrap();
-    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    let path = engine.existing(&object("v")).unwrap();
     assert_eq!(
         (engine.read_record(&object("v")).unwrap().unwrap(), fs::metadata(&path).unwrap().len()),
         (noted, 4096)

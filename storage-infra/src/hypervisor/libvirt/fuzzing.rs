@@ -1,6 +1,6 @@
 //! Fuzz target of the domain XML.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use infra_api::{OnFull, Qos};
 use uuid::Uuid;
@@ -38,7 +38,6 @@ fn check(disk: &Disk, xml: &str) {
     let domain = format!("<domain><devices>{xml}</devices></domain>");
     let domain = LiveDomain::parse(&domain).expect("the XML of a disk is well-formed");
     let found = domain.find(disk.uuid).expect("the disk has its serial");
-    let DiskSource::File(path) = &disk.source;
-    assert_eq!(found.file.as_deref().map(Path::new), Some(path.as_path()));
+    assert_eq!(found.location, Some(disk.source.location()));
     assert!(found.read_only && found.is_scsi && domain.disks.len() == 1);
 }

@@ -42,14 +42,14 @@ impl Session {
         Ok(found)
     }
 
-    /// Lists the files that active domains have attached as disks, from their live XML.
+    /// Lists the files and images that active domains have attached as disks, from their live XML.
     pub(super) fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
         let mut found = Vec::new();
         for Listed { node, name, live } in self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, |_| true)? {
             found.extend(live.disks.into_iter().filter_map(|disk| {
-                let path = disk.file?.into();
+                let location = disk.location?;
                 let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
-                Some(AttachedDisk { node, name, path, wwn, read_only: disk.read_only })
+                Some(AttachedDisk { node, name, location, wwn, read_only: disk.read_only })
             }));
         }
         Ok(found)

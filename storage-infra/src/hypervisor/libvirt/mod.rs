@@ -7,6 +7,7 @@
 mod connections;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod keyring;
 mod listing;
 mod paused;
 mod session;

@@ -10,7 +10,8 @@ use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
 use super::xml::{AttachError, LiveDomain};
-use crate::hypervisor::{Disk, HypervisorError, NodeFacts, Power, Result};
+use super::{keyring, virsh};
+use crate::hypervisor::{CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, Result};
 
 /// A disk name that no domain has: a request for it waits for the domain's job lock and changes nothing.
 const NO_DISK: &str = "nestor-no-such-disk";
@@ -213,6 +214,9 @@ impl Session {
             AttachError::Unsupported(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
         })?;
         let Some(domain) = self.domain(node)? else { return Err(not_running(Power::Gone)) };
+        if let DiskSource::Rbd(source) = &disk.source {
+            self.define_secret(&source.client)?;
+        }
         let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
         if let Err(error) = &outcome
             && lost(&self.connection, error)
@@ -237,6 +241,13 @@ impl Session {
                 error.message()
             ))),
         }
+    }
+
+    /// Gives the daemon the key of a Ceph client, which it keeps in memory only: a daemon that was restarted has
+    /// forgotten it.
+    fn define_secret(&self, client: &CephClient) -> Result<()> {
+        let key = keyring::key(client).map_err(HypervisorError::Refused)?;
+        virsh::define_secret(&self.uri, client, &key)
     }
 
     /// Requests the detach of a disk. True if the domain does not have it any more.

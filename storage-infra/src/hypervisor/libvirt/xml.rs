@@ -5,8 +5,7 @@ use std::collections::HashSet;
 use infra_api::{OnFull, Qos};
 use uuid::Uuid;
 
-use crate::hypervisor::Disk;
-use crate::hypervisor::DiskSource;
+use crate::hypervisor::{CephClient, Disk, DiskLocation, DiskSource, RbdImage, RbdSource};
 
 /// Number of targets used per virtio-scsi controller; one LUN each.
 const TARGETS: u32 = 255;
@@ -20,8 +19,8 @@ pub(super) struct LiveDisk {
     pub is_scsi: bool,
     /// The `<target dev>`: libvirt's name of the disk, not the guest's.
     pub target: String,
-    /// Source file, if its source is a file.
-    pub file: Option<String>,
+    /// Where its data is, if that is a file or an RBD image.
+    pub location: Option<DiskLocation>,
     /// Whether the guest cannot write.
     pub read_only: bool,
     /// The `<disk>` element, unchanged.
@@ -85,7 +84,7 @@ impl LiveDomain {
                                 .and_then(|t| t.attribute("dev"))
                                 .unwrap_or_default()
                                 .to_owned(),
-                            file: child("source").and_then(|s| s.attribute("file")).map(str::to_owned),
+                            location: child("source").and_then(location),
                             read_only: child("readonly").is_some(),
                             xml: text[device.range()].to_owned(),
                         });
@@ -136,10 +135,7 @@ impl LiveDomain {
             .map(device_name)
             .find(|name| self.disks.iter().all(|disk| disk.target != *name))
             .unwrap_or_default();
-        let DiskSource::File(path) = &disk.source;
-        let path = path.to_str().filter(|path| path.chars().all(is_attribute_text)).ok_or_else(|| {
-            AttachError::Unsupported(format!("the path {path:?} is not UTF-8 or has control characters"))
-        })?;
+        let source = Source::of(&disk.source)?;
         let read_only = if disk.read_only { "<readonly/>" } else { "" };
         // Without <shareable/> QEMU's image lock excludes every other virtual machine.
         let shared = if disk.shared { "<shareable/>" } else { "" };
@@ -150,17 +146,73 @@ impl LiveDomain {
             OnFull::Fail => "report",
         };
         Ok(format!(
-            "<disk type='file' device='disk'>\
+            "<disk type='{}' device='disk'>\
              <driver name='qemu' type='raw' cache='none' discard='unmap' error_policy='{policy}' \
              rerror_policy='report'/>\
-             <source file='{}'/><target dev='{name}' bus='scsi'/>{read_only}{shared}{limits}\
+             {}<target dev='{name}' bus='scsi'/>{read_only}{shared}{limits}\
              <serial>{}</serial><wwn>{}</wwn>\
              <address type='drive' controller='{controller}' bus='0' target='{target}' unit='0'/></disk>",
-            escape(path),
+            source.kind,
+            source.xml,
             disk.uuid,
             disk.wwn(),
         ))
     }
+}
+
+/// Where the data of a disk is by its `<source>`.
+fn location(source: roxmltree::Node<'_, '_>) -> Option<DiskLocation> {
+    if let Some(file) = source.attribute("file") {
+        return Some(DiskLocation::File(file.into()));
+    }
+    let is_rbd = source.attribute("protocol") == Some("rbd");
+    source.attribute("name").filter(|_| is_rbd).and_then(RbdImage::parse).map(DiskLocation::Rbd)
+}
+
+/// The kind of a disk, and its `<auth>` and `<source>`.
+struct Source {
+    kind: &'static str,
+    xml: String,
+}
+
+impl Source {
+    fn of(source: &DiskSource) -> Result<Self, AttachError> {
+        match source {
+            DiskSource::File(path) => {
+                Ok(Self { kind: "file", xml: format!("<source file='{}'/>", attribute(path.to_str())?) })
+            }
+            DiskSource::Rbd(source) => Ok(Self { kind: "network", xml: rbd(source)? }),
+        }
+    }
+}
+
+/// The key is in the secret, which only the host of the domain has.
+fn rbd(source: &RbdSource) -> Result<String, AttachError> {
+    let RbdSource { image, client } = source;
+    Ok(format!(
+        "<auth username='{}'><secret type='ceph' uuid='{}'/></auth>\
+         <source protocol='rbd' name='{}'><config file='{}'/></source>",
+        attribute(Some(&client.user))?,
+        client.secret,
+        attribute(Some(&image.to_string()))?,
+        attribute(client.conf.to_str())?,
+    ))
+}
+
+/// The secret that holds the key of a Ceph client: on no disk, and readable by no other client of libvirt.
+pub(super) fn secret_xml(client: &CephClient) -> String {
+    format!(
+        "<secret ephemeral='yes' private='yes'><uuid>{0}</uuid><usage type='ceph'><name>nestor {0}</name></usage></secret>",
+        client.secret
+    )
+}
+
+/// A text as the value of an XML attribute.
+fn attribute(text: Option<&str>) -> Result<String, AttachError> {
+    let text = text.filter(|text| text.chars().all(is_attribute_text)).ok_or_else(|| {
+        AttachError::Unsupported(format!("its source {text:?} is not UTF-8 or has control characters"))
+    })?;
+    Ok(escape(text))
 }
 
 /// The host's UUID in libvirt's capabilities XML.

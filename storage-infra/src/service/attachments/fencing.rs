@@ -63,6 +63,7 @@ impl Fencing {
             return Ok(Progress::Gone);
         }
         self.power_off_vm(&id).await?;
+        self.cut_off_clients(&id).await?;
         // Powering off ends operations that hung in the VM; otherwise a retry continues from here.
         self.attachments.detach(id, NORMAL_DETACH).await
     }
@@ -101,6 +102,20 @@ impl Fencing {
         tracing::warn!(node = %row.node, %name, "powered the VM off");
         self.core.metrics().fenced();
         self.core.emit(EventKind::Node, row.node, Change::Updated);
+        Ok(())
+    }
+
+    /// Cuts off what a VM that is off left open, if no other VM has the volume: its storage may otherwise wait for a client
+    /// that died.
+    async fn cut_off_clients(&self, id: &AttachmentId) -> Result<()> {
+        let Some(row) = self.attachment_row(id).await? else { return Ok(()) };
+        if !has_no_disks(self.power.node(row.node).await?.state) {
+            return Ok(());
+        }
+        let cut_off = self.disks.cut_off(&row).await?;
+        if !cut_off.is_empty() {
+            tracing::warn!(attachment = %id, volume = %row.volume, clients = ?cut_off, "blocked the clients that had the volume of a VM that is off open");
+        }
         Ok(())
     }
 

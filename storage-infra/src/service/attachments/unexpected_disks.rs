@@ -3,17 +3,16 @@
 //! reported, and detached if they are proven to be ours and unused. Until then the volume cannot be attached
 //! elsewhere.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use infra_api::{NodeRef, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
+use infra_api::{EngineKind, NodeRef, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
-use crate::engine::{Object, Record};
-use crate::hypervisor::{AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, wwn};
+use crate::engine::{Object, RbdLocation, Record};
+use crate::hypervisor::{AttachedDisk, DetachOutcome, Disk, DiskLocation, DiskSource, Hypervisor, wwn};
 use crate::service::conditions::{Conditions, UnexpectedDisk};
 use crate::service::core::Core;
 use crate::service::hypervisors::Hypervisors;
@@ -39,10 +38,12 @@ struct Found {
 impl Found {
     /// None if it is not a volume's file, or has an attachment.
     fn of(tx: &Tx<'_>, pools: &[PoolRow], plugged: &AttachedDisk) -> Result<Option<Self>> {
-        let Some(id) = pools.iter().find_map(|pool| volume_in(pool, &plugged.path)) else { return Ok(None) };
+        let Some(id) = pools.iter().find_map(|pool| volume_in(pool, &plugged.location)) else {
+            return Ok(None);
+        };
         let Some(volume) = tx.volume(&id)? else { return Ok(None) };
         let pool = pool_of(tx, &volume)?;
-        let other = volume_in(&pool, &plugged.path).as_ref() != Some(&id);
+        let other = volume_in(&pool, &plugged.location).as_ref() != Some(&id);
         if other || !tx.attachments(Some(plugged.node), Some(&id))?.is_empty() {
             return Ok(None);
         }
@@ -87,10 +88,18 @@ impl Found {
     }
 }
 
-/// The volume to which a file in a pool belongs by its name.
-fn volume_in(pool: &PoolRow, path: &Path) -> Option<VolumeId> {
-    let name = path.strip_prefix(&pool.spec.path).ok()?.to_str()?;
-    VolumeId::new(name.strip_suffix(".raw")?).ok()
+/// The volume to which a file or an image in a pool belongs by its name.
+fn volume_in(pool: &PoolRow, location: &DiskLocation) -> Option<VolumeId> {
+    let name = match (pool.spec.engine, location) {
+        (EngineKind::File, DiskLocation::File(path)) => {
+            path.strip_prefix(&pool.spec.path).ok()?.to_str()?.strip_suffix(".raw")?.to_owned()
+        }
+        (EngineKind::Rbd, DiskLocation::Rbd(image)) => {
+            pool.spec.path.parse::<RbdLocation>().ok()?.name_of(image)?.to_owned()
+        }
+        _ => return None,
+    };
+    VolumeId::new(name).ok()
 }
 
 /// Searches for unexpected disks.
@@ -250,7 +259,7 @@ impl UnexpectedDisks {
 
 #[cfg(test)]
 mod tests {
-    use infra_api::{EngineKind, Labels, NodeSpec, PoolName, PoolSpec, Qos, VolumeSpec};
+    use infra_api::{Labels, NodeSpec, PoolName, PoolSpec, Qos, VolumeSpec};
 
     use super::*;
     use crate::service::records::volume_record;
@@ -292,7 +301,7 @@ mod tests {
         let plugged = AttachedDisk {
             node,
             name: "domain".into(),
-            path: "/pool/v.raw".into(),
+            location: DiskLocation::File("/pool/v.raw".into()),
             wwn: Some(wwn(disk_uuid)),
             read_only: false,
         };
@@ -319,7 +328,7 @@ mod tests {
     #[test]
     fn a_file_belongs_to_a_volume_by_directory_and_name() {
         let pool = found().pool;
-        let volume = |path: &str| volume_in(&pool, Path::new(path)).map(|id| id.to_string());
+        let volume = |path: &str| volume_in(&pool, &DiskLocation::File(path.into())).map(|id| id.to_string());
         assert_eq!(volume("/pool/v.raw").as_deref(), Some("v"));
         for other in ["/pool/v.snap", "/pools/v.raw", "/pool/deeper/v.raw", "/pool/.raw", "v.raw"] {
             assert_eq!(volume(other), None, "{other}");

@@ -123,6 +123,23 @@ impl Disks {
         }
     }
 
+    /// Cuts off the storage clients that have the volume of an attachment open. Does nothing if it has another attachment.
+    /// The VM must be off.
+    pub(super) async fn cut_off(&self, row: &AttachmentRow) -> Result<Vec<String>> {
+        self.refuse_served_elsewhere(row).await?;
+        let row = row.clone();
+        let volume = row.volume.clone();
+        let read = move |tx: &Tx<'_>| -> Result<_> {
+            let is_only = tx.attachments(None, Some(&row.volume))?.len() == 1;
+            Ok((AttachmentContext::of(tx, row)?.pool, is_only))
+        };
+        let (pool, is_only) = self.core.catalog().read(read).await?;
+        if !is_only {
+            return Ok(Vec::new());
+        }
+        self.engines.run::<_, Failure, _>(&pool, move |engine| Ok(engine.cut_off(&volume)?)).await
+    }
+
     /// Requests the detach, unless another server serves the pool: that server's catalog is authoritative.
     async fn request_detach(&self, context: &AttachmentContext, disk: &Disk) -> Result<DetachOutcome> {
         self.refuse_served_elsewhere(&context.row).await?;

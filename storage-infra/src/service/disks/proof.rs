@@ -9,8 +9,8 @@ use uuid::Uuid;
 use super::Disks;
 use super::context::{AttachmentContext, describe};
 use crate::catalog::{AttachmentRow, Tx};
-use crate::engine::EngineError;
 use crate::engine::image_lock::{Holder, holder};
+use crate::engine::{Engine, EngineError, Object};
 use crate::hypervisor::DiskSource;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Power};
@@ -171,8 +171,9 @@ impl Disks {
     }
 
     async fn locked_by(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
-        let DiskSource::File(path) = disk.source.clone();
-        let query = move |engine: &dyn crate::engine::Engine| {
+        let (source, object) = (disk.source.clone(), Object::Volume(context.volume.id.clone()));
+        let query = move |engine: &dyn Engine| {
+            let DiskSource::File(path) = source else { return Ok(engine.files(&object)?.open) };
             // If the pool is not mounted, the image is not there either.
             engine.inspect()?;
             let what = || format!("check who has {} open", path.display());
@@ -186,6 +187,6 @@ impl Disks {
             }
         };
         // A loop device of this host does not belong to a VM.
-        Ok(found.filter(|holder| matches!(holder, Holder::Locked(_))))
+        Ok(found.filter(|holder| matches!(holder, Holder::Locked(_) | Holder::Watching(_))))
     }
 }

@@ -12,7 +12,7 @@ use crate::catalog::{PoolRow, VolumeRow};
 use crate::engine::clearance::Refusal;
 use crate::engine::record::RecordedAttachment;
 use crate::engine::{Clearance, Evidence, Files, Object, Record};
-use crate::hypervisor::AttachedDisk;
+use crate::hypervisor::{AttachedDisk, DiskLocation};
 use crate::service::pools::RECOVER;
 use crate::service::problems::{Failure, Result};
 use crate::service::records::{PendingRecord, unended};
@@ -73,7 +73,7 @@ impl ObjectFiles {
 
     /// Fails if a VM has a file attached that is no object, by the live state of all hypervisors.
     pub(in crate::service) async fn refuse_attached_file(&self, path: &Path) -> Result<()> {
-        let files = Files { complete: vec![path.to_owned()], ..Files::default() };
+        let files = Files { complete: vec![DiskLocation::File(path.to_owned())], ..Files::default() };
         let live = self.live(&files).await?;
         if live.is_empty() {
             return Ok(());
@@ -95,7 +95,7 @@ impl ObjectFiles {
         });
         let mut live = Vec::new();
         for (name, all) in futures::future::try_join_all(queries).await? {
-            let has = all.iter().filter(|one| files.complete.contains(&one.path));
+            let has = all.iter().filter(|one| files.complete.contains(&one.location));
             live.extend(has.map(|one| (name.clone(), one.clone())));
         }
         Ok(live)

@@ -11,7 +11,7 @@ use process_kit::keyed_lock::KeyedLock;
 
 use crate::audit;
 use crate::catalog::PoolRow;
-use crate::engine::{self, Engine, EngineError, FileEngine};
+use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
 use crate::fail_points;
 
 /// Timeout of a quick state probe, and maximum wait for an earlier late probe of the same kind.
@@ -45,9 +45,17 @@ impl Engines {
     /// The engine of a pool.
     pub(in crate::service) fn of(&self, pool: &PoolRow) -> Arc<dyn Engine> {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = || match pool.spec.engine {
-            EngineKind::File => {
-                fail_points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)))
+        let fresh = || -> Arc<dyn Engine> {
+            let location = match pool.spec.engine {
+                EngineKind::File => None,
+                EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
+            };
+            match location {
+                Some(location) => fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid))),
+                // A location that cannot be read is no directory either, and the engine says so.
+                None => {
+                    fail_points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)))
+                }
             }
         };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()

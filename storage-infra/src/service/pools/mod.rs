@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-use infra_api::{Change, EventKind, ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode};
+use infra_api::{Change, EngineKind, EventKind, ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode};
 use uuid::Uuid;
 
 use super::core::Core;
@@ -18,7 +18,7 @@ use super::problems::{Failure, Result};
 use crate::audit;
 use crate::catalog::{PoolRow, Tx};
 use crate::engine::record::PoolRecord;
-use crate::engine::{EngineError, Record};
+use crate::engine::{EngineError, RbdLocation, Record};
 
 pub use capacity::PoolCapacity;
 use capacity::PoolView;
@@ -53,6 +53,23 @@ fn update_existing(tx: &Tx<'_>, name: &PoolName, requested: &PoolSpec) -> Result
     }
     tx.update_pool(name, requested)?;
     Ok(Some(row))
+}
+
+/// Fails unless the path has the form that the engine needs.
+fn refuse_bad_path(name: &PoolName, spec: &PoolSpec) -> Result<()> {
+    let path = Path::new(&spec.path);
+    let is_parent = |component| matches!(component, Component::ParentDir);
+    let why = match spec.engine {
+        EngineKind::File if path.is_absolute() && !path.components().any(is_parent) => return Ok(()),
+        EngineKind::File => {
+            format!("the path {:?} of pool {name} must be absolute and must not contain ..", spec.path)
+        }
+        EngineKind::Rbd => match spec.path.parse::<RbdLocation>() {
+            Ok(_) => return Ok(()),
+            Err(why) => format!("the pool {name} has the engine rbd, and {why}"),
+        },
+    };
+    Err(Failure::new(ProblemCode::Invalid, why))
 }
 
 impl Pools {
@@ -91,13 +108,7 @@ impl Pools {
     }
 
     async fn register(&self, name: &PoolName, spec: PoolSpec) -> Result<bool> {
-        let path = Path::new(&spec.path);
-        if !path.is_absolute() || path.components().any(|component| matches!(component, Component::ParentDir))
-        {
-            let detail =
-                format!("the path {:?} of pool {name} must be absolute and must not contain ..", spec.path);
-            return Err(Failure::new(ProblemCode::Invalid, detail));
-        }
+        refuse_bad_path(name, &spec)?;
         spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Pool, name))?;
         // Labels and cordon of an existing pool change in one transaction; placement reads them in its own
         // transaction.
@@ -236,7 +247,7 @@ mod tests {
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));
         let pools = Arc::new(Pools::new(core, engines, revisions, capacity.clone()));
-        let (name, engine) = (PoolName::new("p").unwrap(), infra_api::EngineKind::File);
+        let (name, engine) = (PoolName::new("p").unwrap(), EngineKind::File);
         let path = path.to_str().unwrap().to_owned();
         let spec = PoolSpec {
             engine,

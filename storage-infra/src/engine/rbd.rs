@@ -1,0 +1,563 @@
+//! RBD engine: one image per volume or snapshot in a pool, or in a namespace of a pool, of an existing Ceph cluster.
+//!
+//! A volume's image has the volume's ID as its name. All other names begin with an underscore, which no ID does. An
+//! image that is being made has another name until it is complete, so after a crash its name alone tells whether it is
+//! complete. A snapshot is an image of its own, a clone: it outlives its volume. Records are image metadata.
+//!
+//! A marker image with the pool's UUID distinguishes the registered pool from another one. Replicas and device class
+//! are those of the Ceph pool.
+
+mod command;
+mod images;
+mod location;
+mod output;
+mod scan;
+
+use std::collections::HashSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use infra_api::VolumeId;
+use uuid::Uuid;
+
+use super::clearance::{Clearance, Files};
+use super::image_lock::Holder;
+use super::{
+    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
+    Record, Result, Revisions,
+};
+use crate::audit;
+use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
+use command::Ceph;
+use output::{CLUSTER, ClusterState};
+
+pub use location::{RbdLocation, is_rbd};
+pub(super) use scan::scan_pool;
+
+/// Name of the marker image.
+const MARKER: &str = "_nestor-pool";
+/// Size of the marker image, which holds no data.
+const MARKER_SIZE: u64 = 1 << 20;
+/// Image metadata of the marker: the pool's UUID.
+const POOL_UUID: &str = "nestor-pool-uuid";
+/// Image metadata: number of clones between an image and the data that it shares.
+const DEPTH: &str = "nestor-clone-depth";
+/// Greatest number of clones that a read may have to follow. A deeper clone becomes independent.
+const MAX_DEPTH: u64 = 8;
+/// Prefix of the names of snapshots that the engine takes for clones.
+const CLONE_POINT: &str = "nestor-";
+/// Age up to which a report of the cluster answers further requests: its statistics are not newer.
+const REPORT_AGE: Duration = Duration::from_secs(2);
+/// Age up to which the marker is known to be right: nobody can mount another pool there.
+const MARKER_AGE: Duration = Duration::from_secs(10);
+
+fn image_name(object: &Object) -> String {
+    match object {
+        Object::Volume(id) => id.to_string(),
+        Object::Snapshot(id) => format!("_snapshot.{id}"),
+    }
+}
+
+fn part_name(object: &Object) -> String {
+    match object {
+        Object::Volume(id) => format!("_incomplete-volume.{id}"),
+        Object::Snapshot(id) => format!("_incomplete-snapshot.{id}"),
+    }
+}
+
+/// The object whose complete image has this name.
+fn object_of(name: &str) -> Option<Object> {
+    match name.strip_prefix("_snapshot.") {
+        Some(id) => infra_api::SnapshotId::new(id).ok().map(Object::Snapshot),
+        None => VolumeId::new(name).ok().map(Object::Volume),
+    }
+}
+
+/// Storage engine of a pool whose volumes are images in a Ceph cluster.
+pub struct RbdEngine {
+    ceph: Ceph,
+    uuid: Uuid,
+    checked: Mutex<Option<Instant>>,
+    report: Mutex<Option<(Instant, ClusterState)>>,
+    /// Snapshots that are being cloned.
+    cloning: Mutex<HashSet<String>>,
+}
+
+impl RbdEngine {
+    /// The pool with this UUID at this location. Does no I/O.
+    pub fn new(location: RbdLocation, uuid: Uuid) -> Self {
+        let (checked, report, cloning) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { ceph: Ceph::new(location), uuid, checked, report, cloning }
+    }
+
+    fn image(&self, object: &Object) -> RbdImage {
+        self.ceph.location.image(image_name(object))
+    }
+
+    fn part(&self, object: &Object) -> RbdImage {
+        self.ceph.location.image(part_name(object))
+    }
+
+    fn marker(&self) -> RbdImage {
+        self.ceph.location.image(MARKER)
+    }
+
+    /// The UUID of the pool that has claimed the images here.
+    fn read_marker(&self) -> Result<Option<String>> {
+        self.ceph.metadata(&self.marker(), POOL_UUID)
+    }
+
+    /// Fails unless the images here belong to this pool.
+    fn check(&self) -> Result<()> {
+        let is_recent = |at: &Instant| at.elapsed() < MARKER_AGE;
+        if self.checked.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(is_recent) {
+            return Ok(());
+        }
+        let (now, marker) = (Instant::now(), self.marker());
+        match self.read_marker()? {
+            Some(found) if found == self.uuid.to_string() => {}
+            Some(found) => {
+                return Err(EngineError::Unhealthy(format!(
+                    "the image {marker} says that its pool has the UUID {found}, this pool has {}: it is another cluster or \
+                     pool; correct the Ceph configuration",
+                    self.uuid
+                )));
+            }
+            None => {
+                return Err(EngineError::Unhealthy(format!(
+                    "the image {marker} is missing: it is another cluster or pool, or the image was removed; correct the Ceph \
+                     configuration"
+                )));
+            }
+        }
+        *self.checked.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+        Ok(())
+    }
+
+    /// The cluster's state. Fails if requests to the pool would wait: a hypervisor that opens an image then freezes its
+    /// VM.
+    fn cluster(&self) -> Result<ClusterState> {
+        let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        let known =
+            report.as_ref().filter(|(at, _)| at.elapsed() < REPORT_AGE).map(|(_, state)| state.clone());
+        let state = match known {
+            Some(state) => state,
+            None => {
+                let (now, output) = (Instant::now(), self.ceph.ceph(&CLUSTER.map(str::to_owned))?);
+                let state = ClusterState::parse(&output, &self.ceph.location.pool);
+                let state = state.map_err(EngineError::Unhealthy)?;
+                *report = Some((now, state.clone()));
+                state
+            }
+        };
+        match state.stalled {
+            Some(why) => Err(EngineError::Unhealthy(format!(
+                "the Ceph pool {} does not answer: {why}; `ceph health detail` says what is wrong",
+                self.ceph.location.pool
+            ))),
+            None => Ok(state),
+        }
+    }
+
+    /// Fails if an object's image belongs to another object: the catalog is older than the pool, or someone made it.
+    fn refuse_another(&self, object: &Object, identity: Uuid) -> Result<()> {
+        let image = self.image(object);
+        match self.ceph.record(&image)? {
+            Some(found) if found.object().as_ref() != Some(object) || found.identity() != identity => {
+                Err(EngineError::Foreign(format!(
+                    "the image {image} is another object than the {object} in the catalog; the catalog may be older than the \
+                     pool. The image is left alone: rename it, or rebuild the catalog with `storage-infra recover`"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn open_by(&self, object: &Object) -> Result<Option<Holder>> {
+        let watchers = self.ceph.watchers(&self.image(object))?;
+        let clients: Vec<String> = watchers.into_iter().map(|one| one.address).collect();
+        Ok((!clients.is_empty()).then_some(Holder::Watching(clients)))
+    }
+
+    /// Fails if a client has the image open now, whatever the evidence said: Ceph moves an image in use to the trash.
+    fn refuse_open(&self, object: &Object) -> Result<()> {
+        match self.open_by(object)? {
+            None => Ok(()),
+            Some(holder) => Err(EngineError::InUse(format!("the image of {object} is in use by {holder}"))),
+        }
+    }
+
+    /// Fails unless an object's complete image exists.
+    fn existing(&self, object: &Object) -> Result<RbdImage> {
+        self.check()?;
+        let image = self.image(object);
+        match self.ceph.size(&image)? {
+            Some(_) => Ok(image),
+            None => Err(EngineError::Missing(format!("the image of {object} does not exist: {image}"))),
+        }
+    }
+
+    fn source_of(&self, image: RbdImage) -> DiskSource {
+        DiskSource::Rbd(RbdSource { image, client: self.ceph.location.client(self.uuid) })
+    }
+
+    /// Removes what an interrupted creation left, so that the image can be made.
+    fn clear_part(&self, object: &Object) -> Result<RbdImage> {
+        self.refuse_open(object)?;
+        let part = self.part(object);
+        self.ceph.discard(&part, 0)?;
+        Ok(part)
+    }
+
+    /// Gives an incomplete image its size, its record and then its name.
+    fn complete(&self, object: &Object, bytes: u64, record: &Record) -> Result<()> {
+        let (part, image) = (self.part(object), self.image(object));
+        if self.ceph.size(&part)?.is_some_and(|size| size < bytes) {
+            self.ceph.resize(&part, bytes)?;
+        }
+        self.ceph.set_record(&part, record)?;
+        match self.ceph.rename(&part, &image)? {
+            true => Ok(()),
+            false => Err(EngineError::Foreign(format!(
+                "the image {image} exists and belongs to no object; rename or remove it, or use another ID"
+            ))),
+        }
+    }
+
+    /// Clones an image into the incomplete image of an object.
+    fn clone_into(&self, from: &RbdImage, part: &RbdImage, bytes: u64) -> Result<()> {
+        let point = format!("{CLONE_POINT}{}", Uuid::new_v4().simple());
+        self.remove_abandoned(from)?;
+        self.cloning().insert(point.clone());
+        let cloned = self.ceph.clone_image(from, part, &point);
+        self.cloning().remove(&point);
+        cloned?;
+        // The source may have been expanded and written to meanwhile: its data must not be cut off.
+        if let Some(length) = self.ceph.size(part)?.filter(|length| *length > bytes) {
+            return Err(EngineError::SourceExpanded(format!(
+                "the image {from} was expanded from {bytes} to {length} bytes meanwhile; retry"
+            )));
+        }
+        let parent = self.ceph.metadata(from, DEPTH)?.and_then(|text| text.parse().ok()).unwrap_or(0);
+        let depth = parent + 1;
+        if depth > MAX_DEPTH {
+            self.ceph.flatten(part)?;
+        }
+        self.ceph.set_metadata(part, DEPTH, &if depth > MAX_DEPTH { 0 } else { depth }.to_string())
+    }
+
+    /// Removes snapshots that an interrupted clone left.
+    fn remove_abandoned(&self, image: &RbdImage) -> Result<()> {
+        for snapshot in self.ceph.snapshots(image)?.iter().filter(|name| name.starts_with(CLONE_POINT)) {
+            if !self.cloning().contains(snapshot) {
+                self.ceph.remove_snapshot(image, snapshot)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn cloning(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
+        self.cloning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unsupported<T>(&self, what: &str) -> Result<T> {
+        Err(EngineError::Unsupported(format!(
+            "the pool {} has the engine rbd, which does not {what}",
+            self.ceph.location.pool
+        )))
+    }
+}
+
+fn hash(value: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Engine for RbdEngine {
+    fn claim(&self, pool: &Record) -> Result<()> {
+        self.cluster()?;
+        let marker = self.marker();
+        if self.read_marker()?.is_none() {
+            // Made under another name, so that the marker exists completely or not at all.
+            let new = self.ceph.location.image(format!("_new-pool.{}", self.uuid.simple()));
+            self.ceph.discard(&new, 0)?;
+            self.ceph.create(&new, MARKER_SIZE)?;
+            self.ceph.set_metadata(&new, POOL_UUID, &self.uuid.to_string())?;
+            self.ceph.set_record(&new, pool)?;
+            if !self.ceph.rename(&new, &marker)? {
+                self.ceph.discard(&new, 0)?;
+            }
+        }
+        match self.read_marker()? {
+            Some(found) if found == self.uuid.to_string() => self.write_record(pool),
+            found => Err(EngineError::Foreign(format!(
+                "the image {marker} says that the pool with UUID {} uses this Ceph pool; if this server's catalog was lost, \
+                 `storage-infra recover` rebuilds it with that pool; otherwise choose another pool or namespace, or, if that \
+                 pool no longer exists, remove the image",
+                found.unwrap_or_default()
+            ))),
+        }
+    }
+
+    fn release(&self) -> Result<()> {
+        match self.check() {
+            Ok(()) => {}
+            // If the pool is gone or another one's, there is nothing to remove.
+            Err(_) => return Ok(()),
+        }
+        *self.checked.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.ceph.discard(&self.marker(), 0)?;
+        self.ceph.empty_trash()
+    }
+
+    fn other_server(&self) -> Option<String> {
+        None
+    }
+
+    fn inspect(&self) -> Result<PoolFacts> {
+        self.check()?;
+        let ClusterState { fsid, space, .. } = self.cluster()?;
+        Ok(PoolFacts {
+            directory: DirectoryVersion::of_names(hash(self.ceph.names()?)),
+            filesystem: hash((fsid, space.id)),
+            capacity: space.used + space.available,
+            available: space.available,
+            used: space.used,
+            reflink: true,
+        })
+    }
+
+    fn contents(&self, known: &HashSet<Object>) -> Result<Contents> {
+        self.check()?;
+        self.ceph.empty_trash()?;
+        let usage: output::DiskUsage = self.ceph.rbd_here(&["du"])?;
+        let mut used = usage.by_image();
+        let mut contents = Contents::default();
+        used.remove(MARKER);
+        for object in known {
+            for name in [image_name(object), part_name(object)] {
+                if let Some(bytes) = used.remove(&name) {
+                    *contents.allocated.entry(object.clone()).or_default() += bytes;
+                }
+            }
+        }
+        contents.unknown = used.into_keys().collect();
+        contents.unknown.sort();
+        Ok(contents)
+    }
+
+    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>> {
+        self.check()?;
+        let names: HashSet<String> = self.ceph.names()?.into_iter().collect();
+        Ok(expected.into_iter().filter(|object| !names.contains(&image_name(object))).collect())
+    }
+
+    fn exists(&self, object: &Object) -> Result<bool> {
+        self.check()?;
+        let names = self.ceph.names()?;
+        Ok(names.iter().any(|name| *name == image_name(object) || *name == part_name(object)))
+    }
+
+    fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
+        self.check()?;
+        self.refuse_another(object, identity)?;
+        Ok(self.ceph.size(&self.image(object))?.is_some())
+    }
+
+    fn is_blank(&self, id: &VolumeId) -> Result<bool> {
+        self.ceph.is_blank(&self.existing(&Object::Volume(id.clone()))?)
+    }
+
+    fn allocated(&self, object: &Object) -> Result<u64> {
+        self.ceph.allocated(&self.existing(object)?)
+    }
+
+    fn files(&self, object: &Object) -> Result<Files> {
+        self.check()?;
+        let names = self.ceph.names()?;
+        let has = |name: String| names.contains(&name);
+        let mut complete = Vec::new();
+        if has(image_name(object)) {
+            complete.push(DiskLocation::Rbd(self.image(object)));
+        }
+        Ok(Files { complete, unfinished: has(part_name(object)), open: self.open_by(object)? })
+    }
+
+    fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {
+        let object = cleared.object();
+        if self.is_complete(object, record.identity())? {
+            return match self.ceph.record(&self.image(object))? {
+                // Created before a crash: its record is the more complete one.
+                Some(_) => Ok(()),
+                None => Err(EngineError::Foreign(format!(
+                    "the image {} has no record of {object}; rename or remove it, or use another ID",
+                    self.image(object)
+                ))),
+            };
+        }
+        let part = self.clear_part(object)?;
+        self.ceph.create(&part, bytes)?;
+        self.complete(object, bytes, record)
+    }
+
+    fn create_from(
+        &self,
+        cleared: &Clearance,
+        from: &DiskSource,
+        bytes: u64,
+        method: Method,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()> {
+        self.check()?;
+        let (DiskSource::Rbd(source), Method::Reflink) = (from, method) else {
+            return self.unsupported(&format!(
+                "copy from {}: it clones only within its Ceph pool; choose the pool of the source",
+                from.location()
+            ));
+        };
+        let object = cleared.object();
+        let part = self.clear_part(object)?;
+        self.clone_into(&source.image, &part, bytes)?;
+        self.complete(object, bytes, record)?;
+        progress.set(bytes);
+        Ok(())
+    }
+
+    fn open_part(&self, _cleared: &Clearance, _keep: u64, _bytes: u64) -> Result<PartFile> {
+        self.unsupported("import volumes")
+    }
+
+    fn complete_part(&self, _: &Clearance, _: PartFile, _: u64, _: &Record) -> Result<()> {
+        self.unsupported("import volumes")
+    }
+
+    fn adopt_file(&self, _: &Clearance, _: &Path, _: u64, _: &Record) -> Result<()> {
+        self.unsupported("adopt files")
+    }
+
+    fn create_from_image(
+        &self,
+        _cleared: &Clearance,
+        _image: &Path,
+        _inode: u64,
+        _bytes: u64,
+        _record: &Record,
+        _progress: &CopyProgress,
+    ) -> Result<()> {
+        self.unsupported("adopt images")
+    }
+
+    fn check_release(&self, _object: &Object, _path: &Path) -> Result<u64> {
+        self.unsupported("release volumes as files; `rbd export` writes one to a file")
+    }
+
+    fn release_file(&self, _cleared: &Clearance, _path: &Path, _inode: u64) -> Result<()> {
+        self.unsupported("release volumes as files")
+    }
+
+    fn revisions(&self) -> Result<Revisions> {
+        self.check()?;
+        let mut found = Revisions::default();
+        if let Some(Record::Pool(record)) = self.ceph.record(&self.marker())? {
+            found.pool = record.revision;
+        }
+        let names = self.ceph.names()?;
+        let volumes = names.iter().filter(|name| matches!(object_of(name), Some(Object::Volume(_))));
+        // An unreadable record is reported by the operation that needs it.
+        let records = scan::records(&self.ceph, volumes.cloned().collect());
+        for record in records.into_values().filter_map(|record| record.ok().flatten()) {
+            if let Record::Volume(record) = record {
+                found.volumes.insert(record.id.clone(), record.revision);
+            }
+        }
+        Ok(found)
+    }
+
+    fn read_record(&self, object: &Object) -> Result<Option<Record>> {
+        self.check()?;
+        self.ceph.record(&self.image(object))
+    }
+
+    fn write_record(&self, record: &Record) -> Result<()> {
+        self.check()?;
+        let image = record.object().map_or_else(|| self.marker(), |object| self.image(&object));
+        fail_point::around(|| Some("engine.rbd.note".into()), || self.ceph.set_record(&image, record))
+    }
+
+    fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {
+        let image = self.existing(&Object::Volume(id.clone()))?;
+        if self.ceph.size(&image)?.is_some_and(|size| size >= bytes) {
+            return Ok(());
+        }
+        self.ceph.resize(&image, bytes).map_err(|error| match error {
+            EngineError::NoSpace(why) => EngineError::NotExpanded(why),
+            other => other,
+        })
+    }
+
+    fn remove(&self, cleared: &Clearance) -> Result<()> {
+        self.check()?;
+        let object = cleared.object();
+        self.refuse_another(object, cleared.identity())?;
+        self.refuse_open(object)?;
+        let image = self.image(object);
+        let seconds = self.ceph.location.trash_seconds;
+        let removed = self.ceph.discard(&image, seconds)?;
+        if self.ceph.discard(&self.part(object), 0)? || removed {
+            let place = image.to_string();
+            audit::log_action("move to the trash", object, Path::new(&place), "it is deleted and not in use");
+        }
+        self.ceph.empty_trash()
+    }
+
+    fn remove_incomplete(&self, cleared: &Clearance) -> Result<()> {
+        self.check()?;
+        let (object, part) = (cleared.object(), self.part(cleared.object()));
+        if self.ceph.discard(&part, 0)? {
+            audit::log_action(
+                "remove",
+                object,
+                Path::new(&part.to_string()),
+                "it is incomplete and abandoned",
+            );
+        }
+        self.ceph.empty_trash()
+    }
+
+    fn source(&self, id: &VolumeId) -> DiskSource {
+        self.source_of(self.image(&Object::Volume(id.clone())))
+    }
+
+    fn locate(&self, object: &Object) -> Result<DiskSource> {
+        self.cluster()?;
+        self.existing(object).map(|image| self.source_of(image))
+    }
+
+    fn cut_off(&self, id: &VolumeId) -> Result<Vec<String>> {
+        self.check()?;
+        self.ceph.cut_off(&self.image(&Object::Volume(id.clone())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_images_do_not_collide() {
+        let volume = Object::Volume(VolumeId::new("x").unwrap());
+        let snapshot = Object::Snapshot(infra_api::SnapshotId::new("x").unwrap());
+        let names = [&volume, &snapshot].map(|one| [image_name(one), part_name(one)]).concat();
+        let unique: HashSet<&String> = names.iter().collect();
+        assert_eq!(unique.len(), 4);
+        assert_eq!(object_of("x"), Some(volume));
+        assert_eq!(object_of("_snapshot.x"), Some(snapshot));
+        for other in [MARKER, "_incomplete-volume.x", "_deleted.x.1"] {
+            assert_eq!(object_of(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What Ceph's programs report, and what follows from it. Pure.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::Deserialize;
+
+/// Output of `rbd info`.
+#[derive(Debug, Deserialize)]
+pub(super) struct Info {
+    pub(super) size: u64,
+}
+
+/// Output of `rbd status`.
+#[derive(Debug, Deserialize)]
+pub(super) struct Status {
+    pub(super) watchers: Vec<Watcher>,
+}
+
+/// A client that has an image open for writing.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Watcher {
+    /// Address and nonce: one per attached disk.
+    pub(super) address: String,
+    pub(super) client: u64,
+}
+
+/// Output of `rbd lock ls`.
+#[derive(Debug, Deserialize)]
+pub(super) struct Lock {
+    pub(super) id: String,
+    pub(super) locker: String,
+    pub(super) address: String,
+}
+
+/// Output of `rbd du`.
+#[derive(Debug, Deserialize)]
+pub(super) struct DiskUsage {
+    images: Vec<ImageUsage>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ImageUsage {
+    name: String,
+    used_size: u64,
+}
+
+impl DiskUsage {
+    /// Allocated bytes by image, with those of its snapshots.
+    pub(super) fn by_image(self) -> HashMap<String, u64> {
+        let mut used = HashMap::new();
+        for one in self.images {
+            *used.entry(one.name).or_default() += one.used_size;
+        }
+        used
+    }
+}
+
+/// An image in the trash.
+#[derive(Debug, Deserialize)]
+pub(super) struct Trashed {
+    pub(super) id: String,
+    pub(super) name: String,
+    /// Says until when the image is protected, if it is.
+    #[serde(default)]
+    status: String,
+}
+
+impl Trashed {
+    /// Whether the time in the trash is over.
+    pub(super) fn is_expired(&self) -> bool {
+        self.status.starts_with("expired")
+    }
+}
+
+/// Space of a Ceph pool, in bytes that clients can store, whatever the number of replicas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Space {
+    /// Number of the Ceph pool.
+    pub(super) id: u64,
+    pub(super) used: u64,
+    pub(super) available: u64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Usage {
+    pools: Vec<PoolUsage>,
+}
+
+#[derive(Debug, Deserialize)]
+struct PoolUsage {
+    name: String,
+    id: u64,
+    stats: PoolStats,
+}
+
+#[derive(Debug, Deserialize)]
+struct PoolStats {
+    stored: u64,
+    max_avail: u64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Health {
+    checks: BTreeMap<String, Check>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Check {
+    summary: Message,
+    #[serde(default)]
+    detail: Vec<Message>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Message {
+    message: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Fsid {
+    fsid: String,
+}
+
+/// State of the cluster, as far as a pool depends on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ClusterState {
+    /// The cluster's ID.
+    pub(super) fsid: String,
+    pub(super) space: Space,
+    /// Why requests to the pool would wait, if they would.
+    pub(super) stalled: Option<String>,
+}
+
+/// The commands whose output [`ClusterState::parse`] reads.
+pub(super) const CLUSTER: [&str; 3] = ["df", "health detail", "fsid"];
+
+impl ClusterState {
+    /// Reads the output of [`CLUSTER`].
+    pub(super) fn parse(output: &str, pool: &str) -> Result<Self, String> {
+        let mut values = serde_json::Deserializer::from_str(output).into_iter::<serde_json::Value>();
+        let mut next = |what: &str| {
+            let value = values.next().ok_or_else(|| format!("ceph did not report its {what}"))?;
+            value.map_err(|error| format!("ceph reported a {what} that cannot be read: {error}"))
+        };
+        let unexpected = |error: serde_json::Error| format!("the output of ceph is not as expected: {error}");
+        let usage: Usage = serde_json::from_value(next("usage")?).map_err(unexpected)?;
+        let health: Health = serde_json::from_value(next("health")?).map_err(unexpected)?;
+        let Fsid { fsid } = serde_json::from_value(next("ID")?).map_err(unexpected)?;
+        let found = usage.pools.iter().find(|one| one.name == pool);
+        let found = found.ok_or_else(|| format!("the cluster has no pool {pool}"))?;
+        let mut space = Space { id: found.id, used: found.stats.stored, available: found.stats.max_avail };
+        if health.is_full(pool) {
+            space.available = 0;
+        }
+        Ok(Self { fsid, stalled: health.stalled(found.id), space })
+    }
+}
+
+impl Health {
+    /// Whether writes to a pool wait or fail because it is full.
+    fn is_full(&self, pool: &str) -> bool {
+        let named = |check: &Check| check.detail.iter().any(|one| one.message.contains(&format!("'{pool}'")));
+        self.checks.get("POOL_FULL").is_some_and(named) || self.checks.contains_key("OSD_FULL")
+    }
+
+    /// Why requests to a pool would wait.
+    fn stalled(&self, pool: u64) -> Option<String> {
+        let check = self.checks.get("PG_AVAILABILITY")?;
+        let group = format!("pg {pool}.");
+        let inactive = check.detail.iter().filter(|one| one.message.starts_with(&group)).count();
+        (inactive > 0 || check.detail.is_empty()).then(|| check.summary.message.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DF: &str = r#"{"pools":[{"name":"vms","id":2,"stats":{"stored":19,"max_avail":839}}]}"#;
+
+    fn state(checks: &str) -> ClusterState {
+        let text = format!("\n{DF}\n\n{{\"status\":\"X\",\"checks\":{checks}}}\n\n{{\"fsid\":\"f\"}}\n");
+        ClusterState::parse(&text, "vms").unwrap()
+    }
+
+    #[test]
+    fn a_healthy_cluster_has_the_space_of_the_pool() {
+        let expected = Space { id: 2, used: 19, available: 839 };
+        assert_eq!(state("{}"), ClusterState { fsid: "f".into(), space: expected, stalled: None });
+    }
+
+    #[test]
+    fn a_pool_with_inactive_placement_groups_is_stalled() {
+        let check = |group: &str| {
+            format!(
+                r#"{{"PG_AVAILABILITY":{{"summary":{{"message":"Reduced data availability"}},
+                "detail":[{{"message":"pg {group} is stuck peering"}}]}}}}"#
+            )
+        };
+        assert!(state(&check("2.1a")).stalled.unwrap().contains("Reduced data"));
+        assert_eq!(state(&check("21.a")).stalled, None);
+    }
+
+    #[test]
+    fn a_full_pool_has_no_space() {
+        let check = |pool: &str| {
+            format!(
+                r#"{{"POOL_FULL":{{"summary":{{"message":"1 pool full"}},"detail":[{{"message":"pool '{pool}' is full"}}]}}}}"#
+            )
+        };
+        assert_eq!(state(&check("vms")).space.available, 0);
+        assert_eq!(state(&check("other")).space.available, 839);
+        assert_eq!(state(r#"{"OSD_FULL":{"summary":{"message":"1 full osd"}}}"#).space.available, 0);
+    }
+
+    #[test]
+    fn output_that_is_cut_or_has_no_such_pool_is_refused() {
+        assert!(ClusterState::parse(DF, "vms").unwrap_err().contains("health"));
+        assert!(ClusterState::parse("{\"pools\":[", "vms").unwrap_err().contains("cannot be read"));
+        let text = format!("{DF}{{\"checks\":{{}}}}{{\"fsid\":\"f\"}}");
+        assert!(ClusterState::parse(&text, "none").unwrap_err().contains("no pool none"));
+    }
+
+    #[test]
+    fn usage_counts_snapshots_with_their_image() {
+        let text = r#"{"images":[{"name":"v","snapshot":"s","used_size":4},{"name":"v","used_size":8}]}"#;
+        let usage: DiskUsage = serde_json::from_str(text).unwrap();
+        assert_eq!(usage.by_image(), HashMap::from([("v".to_owned(), 12)]));
+    }
+
+    #[test]
+    fn an_image_in_the_trash_is_protected_until_its_time_is_over() {
+        let of = |status: &str| Trashed { id: "1".into(), name: "v".into(), status: status.into() };
+        assert!(!of("protected until Fri Nov 27 02:27:54 2026").is_expired());
+        assert!(of("expired at Fri Nov 27 02:27:54 2026").is_expired() && !of("").is_expired());
+    }
+}

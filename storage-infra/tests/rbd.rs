@@ -7,7 +7,7 @@ mod support;
 
 use std::time::Duration;
 
-use infra_api::{EngineKind, Labels, NodeSpec, ProblemCode, Qos, VolumeId, VolumeSize};
+use infra_api::{EngineKind, Labels, NodeSpec, ProblemCode, Qos, VolumeId, VolumeSize, VolumeSource};
 use support::ceph::Ceph;
 use support::libvirtd::{Libvirtd, processes};
 use support::*;
@@ -39,7 +39,8 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     let ceph = Ceph::start();
     ceph.rbd(&["namespace", "create", "vms/a"]);
     ceph.user("own", Some("a"));
-    let site = Site::new();
+    let mut site = Site::new();
+    site.flags = vec!["--file-dir".to_owned(), text(&site.path("pool")).to_owned()];
     let server = site.start();
     let client = &server.client;
     let spec = ceph.pool_spec("own", Some("a"));
@@ -69,8 +70,30 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     );
 
     // What the engine cannot do is refused.
-    let exported = client.put_volume(&volume("elsewhere"), &size(64 << 40), SOON).await;
-    assert_eq!(code(exported), ProblemCode::OutOfSpace);
+    let too_large = client.put_volume(&volume("large"), &size(64 << 40), SOON).await;
+    assert_eq!(code(too_large), ProblemCode::OutOfSpace);
+    let image = site.path("pool/image.raw");
+    std::fs::File::create(&image).unwrap().set_len(MIB).unwrap();
+    let adoption = serde_json::from_value(serde_json::json!({"path": text(&image)})).unwrap();
+    let adopted = client.adopt(&volume("adopted"), &adoption, SOON).await.unwrap_err();
+    assert!(adopted.to_string().contains("engine rbd"), "{adopted}");
+    let imported = client.put_import(&volume("imported"), &size(MIB)).await.unwrap_err();
+    assert!(imported.to_string().contains("engine rbd"), "{imported}");
+    let exported = client.export(&VolumeSource::Volume(v.clone()), None).await.map(drop).unwrap_err();
+    assert!(exported.to_string().contains("is not a file"), "{exported}");
+    let released =
+        client.release(&v, &serde_json::from_value(serde_json::json!({})).unwrap()).await.unwrap_err();
+    assert!(released.to_string().contains("does not release"), "{released}");
+    // The hypervisor `loop` takes only files.
+    let node = Uuid::new_v4();
+    let spec = NodeSpec { name: "n".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };
+    client.put_node(node, &spec).await.unwrap();
+    let attached = client.attach(&attachment("a"), &writer(&x, node), SOON).await.unwrap_err();
+    assert!(attached.to_string().contains("is not a file"), "{attached}");
+    until("the refused attach leaves nothing", async || {
+        client.list_attachments(None, None).await.unwrap().is_empty()
+    })
+    .await;
 
     // A volume that has clones is gone for its users at once; Ceph keeps its data until the last clone is gone.
     client.delete_volume(&v).await.unwrap();
@@ -179,7 +202,8 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     let _alone = ONE_AT_A_TIME.lock().await;
     let mut here = Plugged::new().await;
     let client = here.server.client.clone();
-    let (v, s, w) = (volume("v"), snapshot("s"), volume("w"));
+    let (v, s, w, y) = (volume("v"), snapshot("s"), volume("w"), volume("y"));
+    let other = client.put_volume(&y, &size(16 * MIB), SOON).await.unwrap().disk_uuid;
     let spec =
         infra_api::VolumeSpec { qos: Qos { iops: Some(5000), bytes_per_second: None }, ..size(16 * MIB) };
     let disk = client.put_volume(&v, &spec, SOON).await.unwrap().disk_uuid;
@@ -204,14 +228,20 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     here.ceph.kill_monitor();
     let pending = here.start_write(0, 4, 8 * MIB);
     // Without monitors nothing is attached: that would freeze the VM.
-    let refused = client.attach(&attachment("c"), &writer(&v, here.nodes[0]), SOON).await;
+    let elsewhere = writer(&y, here.nodes[1]);
+    let refused = client.attach(&attachment("c"), &elsewhere, Duration::from_secs(10)).await;
     assert!(refused.is_err(), "{refused:?}");
+    assert!(!here.libvirt.has(here.nodes[1], other));
     here.ceph.start_monitor();
     here.finish_write(pending, &v, 4, 8 * MIB);
     here.ceph.start_osd("1");
     here.ceph.wait_for("three OSDs", |ceph| ceph.admin(&["osd", "stat"]).contains("3 up"));
     until("the pool is healthy again", async || client.get_pool(&pool()).await.unwrap().unwrap().healthy)
         .await;
+    client.attach(&attachment("c"), &elsewhere, SOON).await.unwrap();
+    assert!(here.libvirt.has(here.nodes[1], other));
+    client.detach(&attachment("c"), SOON).await.unwrap();
+    client.delete_volume(&y).await.unwrap();
     // A snapshot of the disk in use, restored for the other VM.
     client.put_snapshot(&s, &of(&v), SOON).await.unwrap();
     here.write(0, &v, 9, 0);
@@ -257,4 +287,17 @@ async fn a_volume_of_a_killed_vm_is_free_only_without_watcher_and_at_once_after_
     here.write(1, &v, 8, 0);
     until("the other volume is free", async || client.list_attachments(None, None).await.unwrap().len() == 1)
         .await;
+    client.detach(&attachment("c"), SOON).await.unwrap();
+
+    // A client that is no attachment keeps the image: two writers would destroy it.
+    let foreign = here.ceph.open_image("vms/v");
+    let refused = client.attach(&attachment("d"), &writer(&v, here.nodes[1]), SOON).await.unwrap_err();
+    assert!(
+        refused.code() == Some(ProblemCode::InUse) && refused.to_string().contains("Ceph client"),
+        "{refused}"
+    );
+    assert_eq!(code(client.delete_volume(&v).await), ProblemCode::InUse);
+    drop(foreign);
+    client.attach(&attachment("e"), &writer(&v, here.nodes[1]), SOON).await.unwrap();
+    here.has(&v, 8, 0);
 }

@@ -407,7 +407,7 @@ mod tests {
         assert_eq!(plan.snapshots[0].owner.account.as_str(), "g");
         let [one] = plan.attachments.as_slice() else { panic!("{:?}", plan.attachments) };
         assert_eq!((one.id.as_str(), one.node, plan.nodes.len()), ("a", Uuid::from_u128(7), 1));
-        for part in ["/p/x.raw is left alone: its record is that of w.raw", "/p/y.raw", "/p/z.raw"] {
+        for part in ["/p/x.raw is left alone: its record is that of volume w", "/p/y.raw", "/p/z.raw"] {
             assert!(plan.notes.iter().any(|note| note.contains(part)), "{part}: {:?}", plan.notes);
         }
     }

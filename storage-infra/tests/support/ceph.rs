@@ -211,6 +211,16 @@ impl Ceph {
         output.stdout
     }
 
+    /// A client that has an image open for writing until it is dropped.
+    pub fn open_image(&self, image: &str) -> ForeignClient {
+        let url = format!("rbd:{image}:id=admin:conf={}", self.path("ceph.conf").display());
+        let mut command = Command::new("qemu-io");
+        command.args(["--format", "raw", &url]).stdin(Stdio::piped()).stdout(Stdio::null());
+        let client = ForeignClient(command.spawn().unwrap());
+        self.wait_for("a watcher", |ceph| ceph.rbd(&["status", image]).contains("watcher="));
+        client
+    }
+
     /// A user with the rights in the guide for Ceph, for the pool `vms` or a namespace of it.
     pub fn user(&self, name: &str, namespace: Option<&str>) {
         let place = namespace.map(|one| format!(" namespace={one}")).unwrap_or_default();
@@ -233,6 +243,17 @@ impl Ceph {
             cordoned: false,
             on_full: infra_api::OnFull::default(),
         }
+    }
+}
+
+/// A qemu-io that has an image open.
+pub struct ForeignClient(Child);
+
+impl Drop for ForeignClient {
+    fn drop(&mut self) {
+        // At the end of its input it closes the image.
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
     }
 }
 

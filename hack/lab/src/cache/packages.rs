@@ -48,6 +48,15 @@ const NODE: [(&str, &str); 2] =
 /// What only schemathesis needs.
 const PYTHON: [(&str, &str); 1] = [("python3-venv", "schemathesis, which tests storage-infra's API")];
 
+/// What only the tests with a Ceph cluster need.
+const CEPH: [(&str, &str); 5] = [
+    ("ceph-mon", "monitor of the Ceph cluster"),
+    ("ceph-mgr", "manager of the Ceph cluster"),
+    ("ceph-osd", "disks of the Ceph cluster"),
+    ("ceph-common", "rbd and ceph, which storage-infra calls for pools of the engine rbd"),
+    ("qemu-block-extra", "QEMU opens RBD images with it"),
+];
+
 /// Ensures that all packages of a lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
     ensure_all(ui, &PACKAGES).await
@@ -61,6 +70,12 @@ pub async fn ensure_browser(ui: &Ui) -> Result<()> {
 /// Ensures that a compiler and an emulator for arm64 are installed.
 pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
     ensure_all(ui, &ARM64).await
+}
+
+/// Ensures that the programs of a Ceph cluster and of the VMs that use it are installed.
+pub(crate) async fn ensure_ceph(ui: &Ui) -> Result<()> {
+    ensure(ui).await?;
+    ensure_all(ui, &CEPH).await
 }
 
 /// Ensures that Node.js and npm are installed.

@@ -11,6 +11,7 @@ use super::report::Outcome;
 use super::steps::{Step, Work};
 use crate::advisories;
 use crate::cache::cargo::{tool, tool_with};
+use crate::cache::packages;
 use crate::lab::Lab;
 use crate::process::run;
 use crate::run::{repository, target_dir};
@@ -40,6 +41,10 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
         Work::Schemathesis => schemathesis_outcome(ui).await,
         Work::Cargo { args, env } => {
             shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await
+        }
+        Work::Ceph { args } => {
+            packages::ensure_ceph(ui).await?;
+            shown(ui, &step.name, cargo().args(args)).await
         }
         Work::BlackBox { filter, soak_minutes, .. } => {
             let lab = lab.context("this step needs a lab")?;

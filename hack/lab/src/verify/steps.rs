@@ -15,6 +15,9 @@ const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--e
 /// Transitions of the model tests for each fault budget in the step `model`: more than most of them have.
 const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 
+/// The feature with the tests that need a Ceph cluster: they are not in the unit tests of a host without it.
+const CEPH_TESTS: &str = "storage-infra/ceph-tests";
+
 /// Inputs per fuzz target in the step `fuzz`: more than in `unit`.
 const FUZZ_INPUTS: (&str, &str) = ("NESTOR_FUZZ_RUNS", "5000");
 
@@ -85,6 +88,8 @@ pub(super) enum Work {
     Spelling,
     /// mdBook.
     Book,
+    /// Cargo with these arguments, once Ceph's programs are installed.
+    Ceph { args: Vec<&'static str> },
     /// schemathesis against storage-infra.
     Schemathesis,
     /// csi-sanity against the driver of a tier of the lab.
@@ -162,7 +167,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
 
 fn without_lab() -> Vec<Step> {
     let cargo = |args: &[&'static str]| Work::Cargo { args: args.to_vec(), env: Vec::new() };
-    let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    let clippy = ["clippy", "--workspace", "--all-targets", "--features", CEPH_TESTS, "--", "-D", "warnings"];
+    let ceph = ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "rbd"].to_vec();
     let model =
         Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach"]].concat(), env: vec![MODEL_TRANSITIONS] };
     let fuzz = Work::Cargo { args: [&UNIT_TESTS[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
@@ -195,6 +201,7 @@ fn without_lab() -> Vec<Step> {
             "storage-infra's API against its OpenAPI document (schemathesis)",
             Work::Schemathesis,
         ),
+        step("ceph", Set::All, "storage-infra with a real Ceph cluster and VMs", Work::Ceph { args: ceph }),
         step("model", Set::All, "the model of the attach protocol, with more states than in `unit`", model),
     ]
 }
@@ -318,6 +325,7 @@ mod tests {
                 "spelling",
                 "book",
                 "schemathesis",
+                "ceph",
                 "model",
                 "long-soak",
                 "upgrade",

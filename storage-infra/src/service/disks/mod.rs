@@ -5,7 +5,7 @@ mod proof;
 
 use std::sync::Arc;
 
-use infra_api::{ObjectKind, Problem, ProblemCode};
+use infra_api::{Access, ObjectKind, Problem, ProblemCode};
 use uuid::Uuid;
 
 use super::core::Core;
@@ -17,7 +17,7 @@ use super::problems::{Failure, Result};
 use super::records::Records;
 use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::Object;
-use crate::hypervisor::{DetachOutcome, Disk, Hypervisor, HypervisorError, Power};
+use crate::hypervisor::{DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power};
 use context::describe;
 
 pub(super) use context::AttachmentContext;
@@ -63,6 +63,9 @@ impl Disks {
             .run::<_, Failure, _>(&context.pool, move |engine| Ok(engine.locate(&name)?))
             .await
             .map_err(AttachError::Unknown)?;
+        if is_new && context.row.access == Access::SingleNode && matches!(source, DiskSource::Rbd(_)) {
+            self.refuse_other_clients(context).await.map_err(AttachError::NotAttached)?;
+        }
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
         self.record_holder(context, is_new).await?;
         if context.row.blank == Blank::Undecided {
@@ -80,6 +83,21 @@ impl Disks {
         };
         let failure = describe(error, context);
         Err(if not_attached { AttachError::NotAttached(failure) } else { AttachError::Unknown(failure) })
+    }
+
+    /// Fails if a client that is no known attachment has the image open: unlike the lock of a file, that of an RBD image
+    /// goes to whoever asks for it.
+    async fn refuse_other_clients(&self, context: &AttachmentContext) -> Result<()> {
+        let object = Object::Volume(context.volume.id.clone());
+        let open =
+            self.engines.run::<_, Failure, _>(&context.pool, move |e| Ok(e.files(&object)?.open)).await?;
+        let Some(holder) = open else { return Ok(()) };
+        let detail = format!(
+            "the volume {} is in use by {holder}, which is no attachment of it; end that client first, or block it with \
+             `ceph osd blocklist add` if it cannot be ended",
+            context.volume.id
+        );
+        Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &context.volume.id).into())
     }
 
     /// Decides whether the disk is blank, by the record that was just written: once it is attached, the node may

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 
 use infra_api::{
-    Change, EventKind, FormatToken, ObjectKind, PoolName, Problem, ProblemCode, VolumeId, VolumeSource,
-    VolumeSpec, VolumeState,
+    Change, EngineKind, EventKind, FormatToken, ObjectKind, PoolName, Problem, ProblemCode, VolumeId,
+    VolumeSource, VolumeSpec, VolumeState,
 };
 use uuid::Uuid;
 
@@ -127,6 +127,23 @@ impl RequestedVolume {
         Ok(source)
     }
 
+    /// Why no pool can make this volume, whatever its space.
+    fn no_suitable_engine(&self, source: Option<&Source>) -> Failure {
+        let id = &self.id;
+        let detail = match source {
+            Some(source) => format!(
+                "the volume {id} cannot be made from the {}: its pool {} has the engine {}, and volumes are not copied between \
+                 pools of the engines file and rbd",
+                source.object, source.pool.name, source.pool.spec.engine
+            ),
+            None => format!(
+                "the volume {id} cannot be imported or adopted: all pools have the engine rbd, which takes no data from files; \
+                 add a pool of the engine file, or copy the data in a VM"
+            ),
+        };
+        Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into()
+    }
+
     /// Plans the volume's row in the best pool. Fails if the budget does not allow it or no pool fits.
     fn plan(&self, tx: &Tx<'_>, inputs: &CapacityInputs) -> Result<VolumeRow> {
         let Self { id, spec, size, disk_uuid, format_token, content } = self;
@@ -139,6 +156,14 @@ impl RequestedVolume {
         if let Content::Adopted(file) = content {
             near = adopt::near(file, &tx.pools()?, facts);
             adopt::credit(file, &near, &mut candidates);
+        }
+        let pools = tx.pools()?;
+        candidates.retain(|one| {
+            let pool = pools.iter().find(|pool| pool.name == one.name);
+            pool.is_some_and(|pool| can_make(content, source.as_ref().map(|source| &source.pool), pool))
+        });
+        if candidates.is_empty() && !pools.is_empty() {
+            return Err(self.no_suitable_engine(source.as_ref()));
         }
         let pool = placement::place(&candidates, *size, &spec.placement, &near).map_err(|rejections| {
             let detail = format!("volume {id}: {}", placement::explain(*size, &rejections));
@@ -178,6 +203,18 @@ impl RequestedVolume {
             owner: spec.owner.clone(),
             origin: content.origin(),
         })
+    }
+}
+
+/// Whether the engine of a pool can make a volume with this content. The engine rbd has no other data than clones of its
+/// own images.
+fn can_make(content: &Content, source: Option<&PoolRow>, pool: &PoolRow) -> bool {
+    match (content, source) {
+        (Content::Created, None) => true,
+        (Content::Created, Some(source)) if source.spec.engine == EngineKind::Rbd => source.name == pool.name,
+        (Content::Created, Some(_)) | (Content::Imported | Content::Adopted(_), _) => {
+            pool.spec.engine == EngineKind::File
+        }
     }
 }
 
@@ -301,5 +338,30 @@ mod tests {
             let refused = refuse_premature_copy(&facts, &name).unwrap_err();
             assert_eq!(refused.code(), ProblemCode::Unavailable);
         }
+    }
+
+    #[test]
+    fn the_engine_rbd_makes_only_blank_volumes_and_clones_of_its_own() {
+        let pool = |name: &str, engine| PoolRow {
+            name: PoolName::new(name).unwrap(),
+            uuid: Uuid::nil(),
+            spec: infra_api::PoolSpec {
+                engine,
+                path: name.to_owned(),
+                labels: infra_api::Labels::new(),
+                cordoned: false,
+                on_full: infra_api::OnFull::default(),
+            },
+            marked: true,
+            suspension: None,
+        };
+        let [file, other] = ["f", "g"].map(|name| pool(name, EngineKind::File));
+        let [rbd, second] = ["r", "s"].map(|name| pool(name, EngineKind::Rbd));
+        let created = |source, pool| can_make(&Content::Created, source, pool);
+        assert!(created(None, &rbd) && created(None, &file));
+        assert!(created(Some(&rbd), &rbd) && created(Some(&file), &other));
+        assert!(!created(Some(&rbd), &second) && !created(Some(&rbd), &file) && !created(Some(&file), &rbd));
+        let imported = |pool| can_make(&Content::Imported, None, pool);
+        assert!(imported(&file) && !imported(&rbd));
     }
 }

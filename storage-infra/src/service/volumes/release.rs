@@ -42,6 +42,11 @@ impl Volumes {
         }
         let name = id.clone();
         let (row, pool) = self.core.catalog().read(move |tx| releasable(tx, &name)).await?;
+        if let Err(why) = self.engines.of(&pool).source(id).file() {
+            let detail =
+                format!("the volume {id} cannot be released: {why}; `rbd export` writes its content to one");
+            return Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into());
+        }
         let default = || Path::new(&pool.spec.path).join(format!("{id}.{SUFFIX}")).display().to_string();
         let path = self.permitted_path(&to.path.unwrap_or_else(default)).await?;
         self.files.clear_volume(&pool, &row).await?;

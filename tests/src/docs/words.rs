@@ -12,7 +12,7 @@ use super::{Block, Directive, Page, pages};
 /// The page with the help of all programs.
 const FLAGS: &str = "docs/reference/flags.md";
 /// Programs of other projects, and the flags with which the pages mention them.
-const OTHERS: [(&str, &str); 11] = [
+const OTHERS: [(&str, &str); 12] = [
     (
         "kubectl",
         "--all-containers --as --containers --context --dry-run --field-selector --for --from-file --grace-period --ignore-not-found --kubeconfig --overwrite --previous --raw --sort-by --timeout --wait",
@@ -27,6 +27,7 @@ const OTHERS: [(&str, &str); 11] = [
         "--bump-revision --event-ttl --mark-compacted --watch-progress-notify-interval",
     ),
     ("virsh", "--state-paused --with-managed-save"),
+    ("ceph and rbd", "--allow-shrink --format --image --long"),
     ("umount", "--lazy --force"),
     ("dpkg-query", "--show"),
     ("sha256sum", "--check"),

@@ -1,6 +1,7 @@
 //! Nodes that are lost without a person: gc-csi taints a Node only if its VM is proven off, takes only its own taint back, and
 //! the pods run elsewhere with their data.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -13,9 +14,11 @@ use rustix::process::Signal;
 use serde_json::json;
 use tests::hypervisor::BareDomain;
 use tests::program::Controller;
-use tests::{PATIENCE, Scenario, alone, eventually};
+use tests::{PATIENCE, Scenario, eventually, run_alone};
 
-use super::{RecordWriterPod, start_record_writer, with_bare_domains, with_vms_that_are_restored};
+use super::{
+    RecordWriterPod, on_bare_domains, start_record_writer, with_bare_domains, with_vms_that_are_restored,
+};
 
 /// Component of the lab: the first guest's gc-csi.
 const GC_CSI: &str = "g1-gc-csi";
@@ -114,8 +117,7 @@ async fn a_node_is_tainted_only_when_its_vm_is_proven_off_and_not_if_it_is_pause
 
 #[tokio::test]
 async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
-    let _alone = alone().await;
-    with_bare_domains(|s, domains| async move {
+    let never_then_proven = |s: Arc<Scenario>, domains: Arc<[BareDomain; 2]>| async move {
         let [domain, _] = &*domains;
         join_with_volume(&s, domain).await?;
         let node = &domain.node.name;
@@ -134,8 +136,8 @@ async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
         domain.virsh(&s, "start").await?;
         has_taints(&s, node, &[]).await?;
         proven.stop().await
-    })
-    .await
+    };
+    run_alone(|s| on_bare_domains(s, never_then_proven)).await
 }
 
 /// Waits until a controller has decided about its Nodes after the proof of a VM was renewed.

@@ -26,7 +26,7 @@ pub(crate) const POD: Duration = Duration::from_secs(600);
 /// How long a pod or disk may take to be removed: kubelet reports the volumes in use only every 10 s.
 pub(crate) const GONE: Duration = Duration::from_secs(400);
 /// The only image in the VMs.
-pub(crate) const IMAGE: &str = "localhost/busybox:1";
+pub const IMAGE: &str = "localhost/busybox:1";
 
 /// Limits the number of tests that use the VMs at once, because the VMs are small.
 static SLOTS: Semaphore = Semaphore::const_new(3);

@@ -185,9 +185,9 @@ impl Bench {
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
             Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
-            Self::Attach { work, others } => attach::run(report, work, *others, Direction::Attach).await,
+            Self::Attach { work, others } => attach::run(report, work, others, Direction::Attach).await,
             Self::Detach(work) => {
-                attach::run(report, work, attach::Others::default(), Direction::Detach).await
+                attach::run(report, work, &attach::Others::default(), Direction::Detach).await
             }
             Self::Blocked { work, load } => blocked::run(report, work, load).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,

@@ -8,7 +8,7 @@ use anyhow::Result;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, recovery,
+    attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, pod, recovery,
     retry, scale, sustain, trace, tracing,
 };
 use bench::instant::Backend;
@@ -105,6 +105,13 @@ enum Bench {
         #[arg(long, value_delimiter = ',', default_values_t = [125, 1000])]
         volumes: Vec<u32>,
     },
+    /// A pod with a volume until its container runs, moves to another VM, or survives its VM; compared with an emptyDir.
+    Pod {
+        #[command(flatten)]
+        work: Work,
+        #[command(flatten)]
+        options: pod::Options,
+    },
     /// From the start of a process until it is ready, and from an API server's return until all watches are back.
     Recovery {
         #[command(flatten)]
@@ -157,6 +164,7 @@ impl Bench {
             Self::Idle { storage_infra: true, .. } => "idle-storage-infra",
             Self::Sustain(_) => "sustain",
             Self::Memory { .. } => "memory",
+            Self::Pod { .. } => "pod",
             Self::Recovery { .. } => "recovery",
             Self::Fairness(_) => "fairness",
             Self::Extents { .. } => "extents",
@@ -177,9 +185,9 @@ impl Bench {
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
             Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
-            Self::Attach { work, others } => attach::run(report, work, *others, Direction::Attach).await,
+            Self::Attach { work, others } => attach::run(report, work, others, Direction::Attach).await,
             Self::Detach(work) => {
-                attach::run(report, work, attach::Others::default(), Direction::Detach).await
+                attach::run(report, work, &attach::Others::default(), Direction::Detach).await
             }
             Self::Blocked { work, load } => blocked::run(report, work, load).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
@@ -193,6 +201,7 @@ impl Bench {
             }
             Self::Sustain(load) => sustain::run(report, load).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
+            Self::Pod { work, options } => pod::run(report, work, options).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
             Self::Fairness(load) => fairness::run(report, load).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,

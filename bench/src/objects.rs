@@ -16,7 +16,7 @@ use tests::{Scenario, unique};
 use crate::observed::Observed;
 
 /// Batch size of large numbers of claims.
-const BATCH: usize = 250;
+pub(crate) const BATCH: usize = 250;
 
 /// Claims in one namespace, and their volumes.
 pub(crate) struct Claims {

@@ -9,12 +9,55 @@ use k8s_openapi::api::core::v1::{Namespace, ObjectReference, PersistentVolume};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
+use tokio::sync::{RwLock, RwLockWriteGuard};
 
 use crate::objects::{delete, gone, set_policy};
 use crate::{PATIENCE, Scenario, chart, eventually};
 
+/// The running scenarios of this program: many at once, or one alone.
+static RUNNING: RwLock<()> = RwLock::const_new(());
+
+/// While it exists, no other scenario of this program runs.
+pub struct Alone {
+    _running: RwLockWriteGuard<'static, ()>,
+}
+
+/// Waits until no scenario of this program runs, and keeps others from it: for tests that stop what others use.
+pub async fn alone() -> Alone {
+    Alone { _running: RUNNING.write().await }
+}
+
+impl Alone {
+    /// Runs a test as [`run`] does, without others beside it.
+    pub async fn run<Body, Running>(&self, body: Body) -> Result<()>
+    where
+        Body: FnOnce(Arc<Scenario>) -> Running,
+        Running: Future<Output = Result<()>> + Send + 'static,
+    {
+        run_and_clean_up(body).await
+    }
+}
+
 /// Runs a test, removes its objects and checks for leftovers, whether the test succeeded or not.
 pub async fn run<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>) -> Running,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let _shared = RUNNING.read().await;
+    run_and_clean_up(body).await
+}
+
+/// Runs a test as [`run`] does, while no other scenario of this program runs.
+pub async fn run_alone<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>) -> Running,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    alone().await.run(body).await
+}
+
+async fn run_and_clean_up<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running,
     Running: Future<Output = Result<()>> + Send + 'static,

@@ -56,11 +56,11 @@ pub mod writer_vm;
 
 use std::time::Duration;
 
-pub use cleanup::run;
+pub use cleanup::{Alone, alone, run, run_alone};
 pub use k8s_attachments::K8sAttachments;
 pub use lab::wait::eventually;
 pub use paused_process::PausedProcess;
-pub use scenario::{Scenario, alone};
+pub use scenario::Scenario;
 pub use second_guest::SecondGuest;
 pub use sizes::requested;
 pub use snapshots::{from_claim, from_snapshot};

@@ -2,6 +2,7 @@
 //! be reachable from outside.
 
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,7 +26,7 @@ pub(crate) const POD: Duration = Duration::from_secs(600);
 /// How long a pod or disk may take to be removed: kubelet reports the volumes in use only every 10 s.
 pub(crate) const GONE: Duration = Duration::from_secs(400);
 /// The only image in the VMs.
-pub(crate) const IMAGE: &str = "localhost/busybox:1";
+pub const IMAGE: &str = "localhost/busybox:1";
 
 /// Limits the number of tests that use the VMs at once, because the VMs are small.
 static SLOTS: Semaphore = Semaphore::const_new(3);
@@ -88,21 +89,52 @@ where
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     let _slot = SLOTS.acquire().await.context("the semaphore is never closed")?;
-    let bound = Arc::new(Mutex::new(Vec::new()));
-    let volumes = bound.clone();
-    crate::run(|scenario| async move {
-        let pods = Arc::new(PodScenario::new(scenario, volumes).await?);
-        let outcome = tokio::spawn(body(pods.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
-        let outcome = match outcome {
-            Ok(()) => Ok(()),
-            Err(error) => Err(anyhow!("{error:#}\n{}", pods.describe().await)),
-        };
-        let cleaned = pods.remove_pods().await.context("removing pods");
-        outcome.and(cleaned)
-    })
-    .await?;
+    let volumes = Volumes::default();
+    crate::run(in_scenario(&volumes, body)).await?;
+    are_removed(&volumes)
+}
+
+/// Runs a test as [`run`] does, while no other scenario of this program runs.
+pub async fn run_alone<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let volumes = Volumes::default();
+    crate::run_alone(in_scenario(&volumes, body)).await?;
+    are_removed(&volumes)
+}
+
+/// The volumes of a scenario's pods.
+type Volumes = Arc<Mutex<Vec<Volume>>>;
+
+fn in_scenario<Body, Running>(
+    volumes: &Volumes,
+    body: Body,
+) -> impl FnOnce(Arc<Scenario>) -> Pin<Box<dyn Future<Output = Result<()>> + Send>> + use<Body, Running>
+where
+    Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let volumes = volumes.clone();
+    |scenario| {
+        Box::pin(async move {
+            let pods = Arc::new(PodScenario::new(scenario, volumes).await?);
+            let outcome = tokio::spawn(body(pods.clone())).await;
+            let outcome = outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
+            let outcome = match outcome {
+                Ok(()) => Ok(()),
+                Err(error) => Err(anyhow!("{error:#}\n{}", pods.describe().await)),
+            };
+            let cleaned = pods.remove_pods().await.context("removing pods");
+            outcome.and(cleaned)
+        })
+    }
+}
+
+fn are_removed(volumes: &Volumes) -> Result<()> {
     let left: Vec<PathBuf> =
-        lock(&bound).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
+        lock(volumes).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
     ensure!(left.is_empty(), "files of volumes are left: {left:?}");
     Ok(())
 }

@@ -77,12 +77,6 @@ async fn driver(lab: &Lab) -> Result<Driver> {
     if lab.deployment().is_ok() { Driver::at(&socket) } else { Driver::connect(&socket).await }
 }
 
-/// Serializes tests of one program that would disturb each other.
-pub async fn alone() -> tokio::sync::MutexGuard<'static, ()> {
-    static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
-    ALONE.lock().await
-}
-
 impl Scenario {
     /// Connects to the lab and creates the namespace of the scenario.
     pub(crate) async fn begin() -> Result<Self> {

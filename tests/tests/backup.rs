@@ -10,7 +10,7 @@ use tests::bytes::device;
 use tests::crash::call_until_final;
 use tests::infra_data::{lose_catalog, recover, run_on_data};
 use tests::records::{Log, Records, Writer};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone};
 
 const COMPONENT: &str = "storage-infra";
 
@@ -81,8 +81,7 @@ async fn known(s: &Scenario) -> Result<(Vec<Volume>, Vec<Attachment>)> {
 
 #[tokio::test]
 async fn a_backup_under_writers_restores_a_lost_catalog() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (here, there) = (s.node().await?, s.node().await?);
         let (one, other) = (Written::new(&s, &here).await?, Written::new(&s, &there).await?);
         let folder = tempfile::tempdir()?;
@@ -109,8 +108,7 @@ async fn a_backup_under_writers_restores_a_lost_catalog() -> Result<()> {
 
 #[tokio::test]
 async fn an_older_backup_and_a_recovery_lose_nothing_that_changed_since() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (here, there) = (s.node().await?, s.node().await?);
         let (stays, moved) = (Written::new(&s, &here).await?, Written::new(&s, &here).await?);
         let deleted = s.volume().await?;

@@ -13,7 +13,7 @@ use tests::bytes::{noise, write};
 use tests::crash::call_until_final;
 use tests::guest::handle;
 use tests::program::binary;
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 use tokio::process::Command;
 
 /// Size of a volume of 4 MiB.
@@ -29,8 +29,7 @@ fn of_class(used: &Usage, class: &str) -> (u64, u64) {
 #[tokio::test]
 async fn a_guests_claim_beyond_the_budget_of_a_class_is_refused_with_numbers_and_binds_when_it_is_raised()
 -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (management_class, class) = s.classes(&[]).await?;
         let limits = |bytes: &str| json!({"classes": [{"name": management_class, "bytes": bytes}]});
         let budget = s.budget(&s.cluster_id, &limits("6Mi")).await?;
@@ -57,8 +56,7 @@ async fn a_guests_claim_beyond_the_budget_of_a_class_is_refused_with_numbers_and
 
 #[tokio::test]
 async fn an_expansion_beyond_the_budget_is_refused_and_changes_nothing() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (management_class, class) = s.classes(&[]).await?;
         let limits = json!({"classes": [{"name": management_class, "bytes": "8Mi"}]});
         s.budget(&s.cluster_id, &limits).await?;
@@ -83,8 +81,7 @@ async fn an_expansion_beyond_the_budget_is_refused_and_changes_nothing() -> Resu
 
 #[tokio::test]
 async fn a_released_volume_counts_until_its_data_is_removed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         s.budget(&account, &json!({"bytes": "6Mi"})).await?;
         let kept = s.claim_of_account(&account, "nestor", "4Mi").await?;
@@ -111,8 +108,7 @@ async fn a_released_volume_counts_until_its_data_is_removed() -> Result<()> {
 
 #[tokio::test]
 async fn snapshots_count_and_their_number_per_volume_is_limited() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         let budget = s.budget(&account, &json!({"bytes": "64Mi", "snapshotsPerVolume": 1})).await?;
         let claim = s.claim_of_account(&account, "nestor", "4Mi").await?;
@@ -143,8 +139,7 @@ async fn snapshots_count_and_their_number_per_volume_is_limited() -> Result<()> 
 
 #[tokio::test]
 async fn a_snapshot_without_a_label_counts_for_the_guest_of_its_volume() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         s.budget(&account, &json!({"snapshots": 0})).await?;
         let claim = s.claim_of_account(&account, "nestor", "4Mi").await?;
@@ -157,8 +152,7 @@ async fn a_snapshot_without_a_label_counts_for_the_guest_of_its_volume() -> Resu
 
 #[tokio::test]
 async fn the_status_shows_what_the_storage_infra_counts() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         let class = s.management_class(&[]).await?;
         let name = s.budget(&account, &json!({"bytes": "1Gi"})).await?;
@@ -207,8 +201,7 @@ async fn plugin_usage(s: &Scenario) -> Result<String> {
 
 #[tokio::test]
 async fn concurrent_claims_never_exceed_the_budget() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         let budget = s.budget(&account, &json!({"bytes": "20Mi"})).await?;
         let claims = (0..12).map(|_| s.claim_of_account(&account, "nestor", "4Mi"));
@@ -239,8 +232,7 @@ async fn concurrent_claims_never_exceed_the_budget() -> Result<()> {
 
 #[tokio::test]
 async fn a_volume_that_is_assigned_to_another_guest_counts_for_it() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (first, second) = (unique("account"), unique("account"));
         let claim = s.claim_of_account(&first, "nestor", "4Mi").await?;
         s.management_bound(&claim).await?;
@@ -256,8 +248,7 @@ async fn a_volume_that_is_assigned_to_another_guest_counts_for_it() -> Result<()
 
 #[tokio::test]
 async fn of_two_budgets_of_a_guest_the_older_applies() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         let older = s.budget(&account, &json!({"volumes": 1})).await?;
         // Creation times have whole seconds; the names decide between equal ones.
@@ -290,8 +281,7 @@ async fn of_two_budgets_of_a_guest_the_older_applies() -> Result<()> {
 
 #[tokio::test]
 async fn the_limits_are_restored_when_the_storage_infra_has_lost_them() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         s.budget(&account, &json!({"volumes": 3})).await?;
         s.infra.delete_budget(&infra_api::Account::new(account.as_str())?).await?;
@@ -310,8 +300,7 @@ async fn the_limits_are_restored_when_the_storage_infra_has_lost_them() -> Resul
 
 #[tokio::test]
 async fn a_budget_is_validated_and_guests_cannot_read_it() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let account = unique("account");
         for limits in [json!({"bytes": "fast"}), json!({"volumes": -1}), json!({"clusterId": ""})] {
             let accepted = s.new_budget(&account, &limits).await;

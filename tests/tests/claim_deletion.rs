@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt};
 use serde_json::{Value, json};
-use tests::{PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run, run_alone, unique};
 
 fn has_finalizer(claim: &PersistentVolumeClaim) -> bool {
     claim.finalizers().iter().any(|one| one == FINALIZER_ATTACHED)
@@ -131,8 +131,7 @@ async fn claims_of_gc_csi_have_the_finalizer_and_mgmt_csi_restores_it() -> Resul
 
 #[tokio::test]
 async fn a_claim_stays_while_the_infra_cannot_be_asked_and_goes_after_its_return() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
@@ -151,8 +150,7 @@ async fn a_claim_stays_while_the_infra_cannot_be_asked_and_goes_after_its_return
 
 #[tokio::test]
 async fn a_claim_that_waits_for_its_detach_is_released_by_a_restarted_mgmt_csi() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         s.claims().delete(&handle, &DeleteParams::default()).await?;

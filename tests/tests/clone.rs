@@ -11,7 +11,7 @@ use serde_json::json;
 use tests::bytes::{noise, read, read_at, write};
 use tests::driver::{block, cloned_volume};
 use tests::pods::{self, ClaimOptions, Script, filesystem};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, from_claim, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, from_claim, run, run_alone, unique};
 use tonic::Code;
 
 /// Size of a volume of 4 MiB.
@@ -187,8 +187,7 @@ async fn a_smaller_clone_or_one_with_another_volume_mode_is_refused() -> Result<
 
 #[tokio::test]
 async fn a_source_deleted_while_it_is_cloned_is_kept_until_the_clone_is_complete() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (handle, source) = s.bound_file("data").await?;
         write(&source, &noise(1, ALL))?;

@@ -18,7 +18,7 @@ use tests::crash::{CrashInjector, CrashPoint, call_until_final};
 use tests::driver::{cloned_volume, new_volume, restored_volume};
 use tests::inventory::Inventory;
 use tests::records::{Log, Records, Writer};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 
 /// The components that die.
 const COMPONENTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
@@ -36,8 +36,7 @@ const SIZE: u64 = 4 << 20;
 
 #[tokio::test]
 async fn each_operation_completes_wherever_a_component_dies() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let mut crashes = CrashInjector::new(&s, COMPONENTS)?;
         let outcome = matrix(&s, &mut crashes).await;
         crashes.finish().await.and(outcome)

@@ -21,7 +21,7 @@ use tests::guest_token::TokenGuest;
 use tests::infra_pki::{CLIENT, InfraPki, SERVER};
 use tests::program::{Controller, Running, binary};
 use tests::tenants::new_claim;
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, run_alone, unique};
 
 /// A client of the lab's storage infra with a role.
 fn client(s: &Scenario, role: Role) -> Result<Client> {
@@ -173,8 +173,7 @@ async fn create_and_delete(driver: Driver, stop: Arc<AtomicBool>, done: Arc<Atom
 
 #[tokio::test]
 async fn certificates_and_the_ca_are_replaced_under_load_without_a_restart_or_a_failed_call() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let pki = InfraPki::of(&s)?;
         // The certificate of a client that does not take part in the rotation.
         let kept = tempfile::tempdir()?;

@@ -22,8 +22,7 @@ async fn the_scenario_of_the_demo_passes() -> Result<()> {
 
 #[tokio::test]
 async fn a_pod_writes_on_while_all_pods_of_nestor_are_replaced() -> Result<()> {
-    let _alone = alone().await;
-    pods::run(|pods| async move {
+    pods::run_alone(|pods| async move {
         let volume = pods.claim("undisturbed", &filesystem("ext4")).await?;
         let writer = Undisturbed::start(&pods, volume).await?;
         for client in [&pods.scenario().management, &pods.scenario().guest] {

@@ -13,13 +13,12 @@ use tests::bytes::{noise, read, write};
 use tests::driver::{Driver, new_volume};
 use tests::fake_infra::{Answer, FakeInfra};
 use tests::program::{Running, binary};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone};
 use tonic::Code;
 
 #[tokio::test]
 async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_done() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let frozen = s.pause_component("vm-operator-shim")?;
         // A tenth of it is reserved for the response.
@@ -49,8 +48,7 @@ async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_don
 
 #[tokio::test]
 async fn attach_and_detach_succeed_after_each_component_was_killed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         for component in ["vm-operator-shim", "mgmt-csi", "storage-infra"] {
             let (node, handle) = (s.node().await?, s.volume().await?);
             s.kill_component(component).await?;
@@ -81,8 +79,7 @@ async fn attach_and_detach_succeed_after_each_component_was_killed() -> Result<(
 
 #[tokio::test]
 async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         // A claim per case: csi-resizer does not expand a claim whose filesystem expansion is pending.
         for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             let management_claim = s.bound_claim(component).await?;
@@ -110,8 +107,7 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
 
 #[tokio::test]
 async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             s.claim(component, "nestor", "4Mi").await?;
             let (volume, file) = s.bound_file(component).await?;
@@ -152,8 +148,7 @@ async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<(
 
 #[tokio::test]
 async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let pki = s.lab.state().infra.clone().context("the lab has no infra")?.pki;
         let fake = FakeInfra::start(&pki, Answer::json(200, "{\"half\":")).await?;
@@ -242,8 +237,7 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
 
 #[tokio::test]
 async fn a_consumer_record_is_removed_if_the_volume_was_deleted_while_the_driver_was_down() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let second = s.second_guest().await?;
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, second.cluster_id);
         let handle = s.management_claim(&[(&share, "rw")], json!({})).await?;

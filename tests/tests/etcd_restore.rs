@@ -12,7 +12,7 @@ use lab::cluster::Revisions;
 use serde_json::json;
 use tests::bytes::device;
 use tests::records::{Records, Writer};
-use tests::{PATIENCE, Scenario, alone, eventually, guest, run};
+use tests::{PATIENCE, Scenario, eventually, guest, run_alone};
 
 /// A guest's volume.
 struct AttachedVolume {
@@ -101,8 +101,7 @@ async fn recreate_objects(s: &Scenario, volume: &Volume) -> Result<()> {
 
 #[tokio::test]
 async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (first_node, second_node) = (s.node().await?, s.node().await?);
         for node in [&first_node, &second_node] {
             s.lab.join_guest(node).await?;
@@ -198,8 +197,7 @@ async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Resu
 
 #[tokio::test]
 async fn a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
         s.stop_component("mgmt-csi").await?;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::own_namespace::OwnNamespace;
 use tests::program::{management_cluster, shim_replica};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, run_alone, unique};
 
 const SHIM: &str = "vm-operator-shim";
 const MGMT: &str = "mgmt-csi";
@@ -84,8 +84,7 @@ async fn events_of(client: &Client, namespace: &str, object: &str) -> Result<Vec
 
 #[tokio::test]
 async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (noisy, quiet) = (s.node().await?, s.node().await?);
         let mark = s.lab.audit()?.mark()?;
         for _ in 0..3 {
@@ -214,8 +213,7 @@ fn is_delayed(disk: &crds::VirtualMachineVolumeStatus) -> bool {
 
 #[tokio::test]
 async fn a_vm_that_flaps_waits_with_a_message_and_delays_no_other_guest() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let (namespace, noisy, claims) = vm_in_own_namespace(&s, NOISY_DISKS).await?;
         s.stop_component(SHIM).await?;
@@ -292,8 +290,7 @@ async fn create_attachments_without_entries(s: &Arc<Scenario>, vm: &LoopNode, co
 
 #[tokio::test]
 async fn a_thousand_attachments_of_a_dead_vm_do_not_delay_others() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (dead, node, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         create_attachments_without_entries(&s, &dead, DEAD_ATTACHMENTS).await?;
         for _ in 0..3 {

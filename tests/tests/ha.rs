@@ -12,7 +12,7 @@ use futures::future::try_join_all;
 use lab::audit::{Entry, Mark};
 use lab::{Lab, LoopNode, Replica};
 use tests::driver::{Driver, new_volume};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually};
 use tonic::{Code, Status};
 
 /// The guest whose gc-csi is replicated.
@@ -221,16 +221,17 @@ where
     Body: FnOnce(Arc<Scenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let _alone = alone().await;
+    let alone = alone().await;
     let lab = Lab::from_env()?;
     lab.scale(GUEST, REPLICAS).await?;
-    let outcome = run(|s| async move {
-        for controller in CONTROLLERS {
-            leader(&s, controller, &[]).await?;
-        }
-        body(s).await
-    })
-    .await;
+    let outcome = alone
+        .run(|s| async move {
+            for controller in CONTROLLERS {
+                leader(&s, controller, &[]).await?;
+            }
+            body(s).await
+        })
+        .await;
     let scaled_back = lab.scale(GUEST, 1).await;
     outcome.and(scaled_back)
 }

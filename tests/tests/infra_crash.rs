@@ -6,14 +6,13 @@ use tests::bytes::device;
 use tests::crash::call_until_final;
 use tests::infra_data::{data_dir, recover};
 use tests::records::Records;
-use tests::{MIB, PATIENCE, alone, eventually, run};
+use tests::{MIB, PATIENCE, eventually, run_alone};
 
 const COMPONENT: &str = "storage-infra";
 
 #[tokio::test]
 async fn a_lost_catalog_is_recovered_under_a_writer_and_attach_and_detach_succeed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &here.name).await?;
         let path = device(&here, &disk);

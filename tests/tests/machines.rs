@@ -11,7 +11,7 @@ use lab::virtual_machines;
 use serde_json::{Value, json};
 use tests::hypervisor::{BareDomain, HaltedNode};
 use tests::own_namespace::OwnNamespace;
-use tests::{PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run, run_alone, unique};
 use uuid::Uuid;
 
 /// Waits for the node of a VM.
@@ -100,8 +100,7 @@ impl NewVm {
 
 #[tokio::test]
 async fn two_vms_become_four_and_two_again_without_hands() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let mut domains = vec![BareDomain::start(&s).await?, BareDomain::start(&s).await?];
         let outcome = grow_and_shrink(&s, &mut domains).await;
         for domain in &domains {
@@ -150,8 +149,7 @@ async fn grow_and_shrink(s: &Scenario, domains: &mut Vec<BareDomain>) -> Result<
 
 #[tokio::test]
 async fn a_vm_waits_for_its_uuid_and_is_registered_within_a_second_of_it() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let namespace = s.own_namespace().await?;
         let vm = NewVm::create(&s, &namespace).await?;
         vm.write_status(json!({"instanceUUID": "not a UUID"})).await?;
@@ -227,8 +225,7 @@ async fn the_power_state_of_a_vm_is_that_of_its_hypervisor() -> Result<()> {
 
 #[tokio::test]
 async fn the_node_of_a_deleted_vm_stays_until_its_disks_are_proven_free() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         let hung = HaltedNode::paused(&node)?;
@@ -249,8 +246,7 @@ async fn the_node_of_a_deleted_vm_stays_until_its_disks_are_proven_free() -> Res
 
 #[tokio::test]
 async fn changes_while_the_storage_infra_or_mgmt_csi_is_down_are_made_up_for() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let namespace = s.own_namespace().await?;
         for component in ["storage-infra", "mgmt-csi"] {
             let deleted = NewVm::create(&s, &namespace).await?;
@@ -276,8 +272,7 @@ async fn changes_while_the_storage_infra_or_mgmt_csi_is_down_are_made_up_for() -
 
 #[tokio::test]
 async fn nodes_that_an_administrator_registered_are_left_alone() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (uuid, name) = (Uuid::new_v4(), unique("by-hand"));
         let spec =
             infra_api::NodeSpec { name, hypervisor: "loop".into(), zone: None, labels: Default::default() };

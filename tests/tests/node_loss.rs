@@ -160,16 +160,21 @@ where
     Body: FnOnce(Arc<Scenario>, Arc<[BareDomain; 2]>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    run(|s| async move {
-        let domains = Arc::new([BareDomain::start(&s).await?, BareDomain::start(&s).await?]);
-        let outcome = tokio::spawn(body(s.clone(), domains.clone())).await;
-        let mut removed = Ok(());
-        for domain in domains.iter() {
-            removed = removed.and(domain.remove(&s).await);
-        }
-        outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))).and(removed)
-    })
-    .await
+    run(|s| on_bare_domains(s, body)).await
+}
+
+async fn on_bare_domains<Body, Running>(s: Arc<Scenario>, body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>, Arc<[BareDomain; 2]>) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let domains = Arc::new([BareDomain::start(&s).await?, BareDomain::start(&s).await?]);
+    let outcome = tokio::spawn(body(s.clone(), domains.clone())).await;
+    let mut removed = Ok(());
+    for domain in domains.iter() {
+        removed = removed.and(domain.remove(&s).await);
+    }
+    outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))).and(removed)
 }
 
 /// Moves a volume from one domain to the other, and prints how long that took.
@@ -262,13 +267,16 @@ async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Re
 
 // ---- libvirt VMs ----
 
+/// A test that loses a VM needs the other.
+static VMS: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 /// Runs a test that loses a VM. Afterwards all VMs are started and their nodes are ready again.
 async fn with_vms_that_are_restored<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let _alone = tests::alone().await;
+    let _one_at_a_time = VMS.lock().await;
     pods::run(|pods| async move {
         let outcome = tokio::spawn(body(pods.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
         let mut restored = Ok(());

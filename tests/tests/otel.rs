@@ -11,7 +11,7 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::audit::Entry;
 use serde_json::json;
 use tests::collector::{Collector, Target, with_traces};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 
 use crate::requests::{count_by_kind, requests_since};
 
@@ -180,8 +180,7 @@ async fn malformed_contexts_are_ignored() -> Result<()> {
 
 #[tokio::test]
 async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         // Nothing listens on the discard port.
         let target = Target { endpoint: "http://127.0.0.1:9".to_owned(), ca: None, ratio: None };
         with_traces(&s, Some(&target), |s| async move {
@@ -206,8 +205,7 @@ async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> R
 
 #[tokio::test]
 async fn spans_arrive_over_tls_and_a_wrong_authority_is_named_in_the_log() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let collector = Arc::new(Collector::start_with_tls().await?);
         let (target, wrong) = (collector.target(), collector.target_with_wrong_ca());
         let received = collector.clone();
@@ -236,8 +234,7 @@ async fn spans_arrive_over_tls_and_a_wrong_authority_is_named_in_the_log() -> Re
 
 #[tokio::test]
 async fn without_tracing_no_object_has_a_trace_context() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         let claim = s.claims().get(&handle).await?;
@@ -259,8 +256,7 @@ where
     Body: FnOnce(Arc<Scenario>, Collector) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let collector = Collector::start().await?;
         let target = collector.target();
         with_traces(&s, Some(&target), |s| body(s, collector)).await

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tests::bytes::{noise, read, write};
 use tests::management::VM_GUESTS;
 use tests::own_namespace::OwnNamespace;
-use tests::{PATIENCE, Scenario, alone, eventually, from_claim, from_snapshot, run, unique};
+use tests::{PATIENCE, Scenario, eventually, from_claim, from_snapshot, run, run_alone, unique};
 
 /// Size of a volume of 4 MiB.
 const ALL: usize = 4 << 20;
@@ -190,8 +190,7 @@ async fn plugged(s: &Scenario, node: &LoopNode, read_only: bool) -> Result<()> {
 
 #[tokio::test]
 async fn a_volume_shared_read_only_is_plugged_read_only_whatever_the_entry_and_the_claim_say() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let second = s.second_guest().await?;
         let (intruder, node) = (Intruder::of(&s).await?, s.node().await?);
         let victim = Victim::create(&s, &second.cluster_id).await?;
@@ -344,8 +343,7 @@ async fn a_vm_without_a_label_is_refused_and_its_first_label_counts() -> Result<
 
 #[tokio::test]
 async fn a_vm_that_was_attached_before_its_guest_was_known_keeps_its_disk_but_gets_no_other() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let namespace = s.own_namespace().await?;
         let guest = unique("guest");
         let node = s.node_in(&namespace, &guest).await?;

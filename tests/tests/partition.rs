@@ -11,7 +11,7 @@ use lab::vm::virsh;
 use tests::driver::{new_volume, times_out};
 use tests::pods::{self, Script, filesystem};
 use tests::tcp_proxy::TcpProxy;
-use tests::{MIB, alone, run};
+use tests::{MIB, run_alone};
 use tonic::Code;
 
 mod work;
@@ -26,8 +26,7 @@ const SHORT_DEADLINE: Duration = Duration::from_secs(3);
 
 #[tokio::test]
 async fn calls_over_a_cut_connection_fail_with_its_url_and_succeed_after_its_return() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (pending, writer) = PendingWork::start(&s).await?;
         let PendingWork { proxy, controller, node, attached, detached, request } = &pending;
 
@@ -59,8 +58,7 @@ async fn calls_over_a_cut_connection_fail_with_its_url_and_succeed_after_its_ret
 
 #[tokio::test]
 async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (pending, writer) = PendingWork::start(&s).await?;
         let PendingWork { proxy, controller, node, attached, detached, request } = &pending;
 
@@ -90,8 +88,7 @@ async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
 
 #[tokio::test]
 async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (proxy, controller) = TcpProxy::with_controller(&s).await?;
         let (node, handle) = (s.node().await?, s.volume().await?);
         let mark = s.lab.audit()?.mark()?;
@@ -125,8 +122,7 @@ async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return()
 
 #[tokio::test]
 async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (proxy, controller) = TcpProxy::with_controller(&s).await?;
         let (node, attached, handle) = (s.node().await?, s.volume().await?, s.volume().await?);
         let writer = start_writer(&node, &s.driver.publish(&attached, &node.name).await?)?;
@@ -162,8 +158,7 @@ async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result
 
 #[tokio::test]
 async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (proxy, controller) = TcpProxy::with_controller(&s).await?;
         let mut node = s.node().await?;
         let request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
@@ -213,8 +208,7 @@ async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()
 
 #[tokio::test]
 async fn a_slow_connection_only_delays_calls() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (proxy, controller) = TcpProxy::with_controller(&s).await?;
         let node = s.node().await?;
         proxy.slow(Duration::from_millis(300));
@@ -231,8 +225,7 @@ async fn a_slow_connection_only_delays_calls() -> Result<()> {
 
 #[tokio::test]
 async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recovers() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle, attached) = (s.node().await?, s.bound_claim("data").await?, s.volume().await?);
         let writer = start_writer(&node, &s.driver.publish(&attached, &node.name).await?)?;
         let infra = s.lab.state().infra.clone().context("the lab has no storage infra")?;
@@ -271,8 +264,7 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
 
 #[tokio::test]
 async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle, attached) = (s.node().await?, s.volume().await?, s.volume().await?);
         let writer = start_writer(&node, &s.driver.publish(&attached, &node.name).await?)?;
         let request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
@@ -315,8 +307,7 @@ async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Res
 
 #[tokio::test]
 async fn a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_down() -> Result<()> {
-    let _alone = alone().await;
-    pods::run(|pods| async move {
+    pods::run_alone(|pods| async move {
         let s = pods.scenario();
         let (data, more) =
             (pods.claim("data", &filesystem("ext4")).await?, pods.claim("more", &filesystem("ext4")).await?);

@@ -9,7 +9,7 @@ use tests::bytes::device;
 use tests::crash::call_until_final;
 use tests::infra_data::{DataCopy, recover, start_second_server};
 use tests::records::Records;
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone};
 
 const COMPONENT: &str = "storage-infra";
 const SHORT: Duration = Duration::from_secs(2);
@@ -31,8 +31,7 @@ async fn pools_are(client: &infra_api::Client, healthy: bool) -> Result<()> {
 
 #[tokio::test]
 async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
         let (volume, attachment) = attached(&s, &disk).await?;
@@ -66,8 +65,7 @@ async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed()
 
 #[tokio::test]
 async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.kill_component(COMPONENT).await?;
         let older = DataCopy::take(&s).await?;

@@ -9,7 +9,7 @@ use lab::vm::virsh;
 use rustix::process::{Pid, Signal, kill_process};
 use tests::driver;
 use tests::hypervisor::BareDomain;
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{PATIENCE, Scenario, eventually, run_alone};
 use tonic::Code;
 
 /// Timeout of a call that cannot detach a disk.
@@ -22,8 +22,7 @@ where
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     // Each test restarts libvirtd.
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let vm = Arc::new(BareDomain::start(&s).await?);
         let process = vm.process(&s)?;
         let outcome = tokio::spawn(body(s.clone(), vm.clone())).await;

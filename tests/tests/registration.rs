@@ -12,7 +12,7 @@ use kube::Client;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tests::pods::{self, PodScenario, Script, filesystem};
-use tests::{PATIENCE, alone, eventually};
+use tests::{PATIENCE, eventually};
 
 /// The message of a plugin that kubelet refused.
 const REFUSED: &str = "kubelet refused the registration of the driver";
@@ -25,8 +25,7 @@ const PROCESS: &str = "for folder in /proc/[0-9]*; do
 
 #[tokio::test]
 async fn a_driver_that_kubelet_refused_is_registered_later_without_a_restart() -> Result<()> {
-    let _alone = alone().await;
-    pods::run(|pods| async move {
+    pods::run_alone(|pods| async move {
         let policy = Policy::create(&pods).await?;
         let outcome = refused(&pods).await;
         let lifted = policy.delete().await;

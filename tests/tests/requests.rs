@@ -8,15 +8,14 @@ use kube::ResourceExt;
 use kube::api::DeleteParams;
 use lab::LoopNode;
 use lab::audit::{Entry, Mark};
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 
 /// Our components, by the prefix of their user agents.
 const COMPONENTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
 
 #[tokio::test]
 async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         warm_up(&s, &node, &handle).await?;
         let mark = s.lab.audit()?.mark()?;
@@ -45,8 +44,7 @@ async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
 
 #[tokio::test]
 async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_without_conflicts() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let node = s.node().await?;
         let mut handles = Vec::new();
         for _ in 0..20 {
@@ -86,8 +84,7 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
 
 #[tokio::test]
 async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let node = s.simulated_node().await?;
         let lifecycle = async |name: &str| {
             s.claim(name, "nestor", "4Mi").await?;
@@ -126,8 +123,7 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
 
 #[tokio::test]
 async fn a_create_is_one_write_to_the_claim_and_a_delete_is_two() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let of_claims = |entries: &[Entry]| {
             count_by_kind(entries, |entry| entry.is_write() && entry.resource == "persistentvolumeclaims")
         };
@@ -156,8 +152,7 @@ async fn a_create_is_one_write_to_the_claim_and_a_delete_is_two() -> Result<()> 
 
 #[tokio::test]
 async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_by_gc_csi_and_no_read() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let handle = s.volume().await?;
         let mut mark = end_of_idle_log(&s).await?;
         for size in [8, 16] {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use tests::{alone, run};
+use tests::run_alone;
 
 use faults::Faults;
 use user::User;
@@ -32,11 +32,10 @@ fn number(variable: &str) -> Result<Option<u64>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn random_operations_and_faults_lose_no_data_and_leave_nothing_stuck() -> Result<()> {
-    let _alone = alone().await;
     let minutes = number("NESTOR_SOAK_MINUTES")?.unwrap_or(3);
     let seed = number("NESTOR_SOAK_SEED")?.unwrap_or_else(|| fastrand::u64(..1_000_000));
     println!("soak: {minutes} minutes with seed {seed}; NESTOR_SOAK_SEED={seed} repeats the run");
-    run(move |s| async move {
+    run_alone(move |s| async move {
         let until = Instant::now() + Duration::from_secs(60 * minutes);
         let mut users = Vec::new();
         for number in 0..USERS {

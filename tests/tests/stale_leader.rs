@@ -8,14 +8,13 @@ use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
 use tests::program::{Running, management_cluster, shim_replica};
 use tests::tcp_proxy::TcpProxy;
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{PATIENCE, Scenario, eventually, run_alone};
 
 const SHIM: &str = "vm-operator-shim";
 
 #[tokio::test]
 async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let node = s.node().await?;
         let (kept, given_up, after) = (s.volume().await?, s.volume().await?, s.volume().await?);
         let disk = s.driver.publish(&kept, &node.name).await?;

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use csi::proto::node_client::NodeClient;
-use tests::{Scenario, alone, pods, run};
+use tests::{Scenario, pods, run, run_alone};
 
 use attempt::{Act, Attempt, SETTINGS, Setting};
 use site::Site;
@@ -65,8 +65,7 @@ impl Failures {
 
 /// Makes all attempts with a guest's credential in one setting.
 async fn all_are_made(setting: Setting) -> Result<()> {
-    let _alone = alone().await;
-    run(move |s| async move {
+    run_alone(move |s| async move {
         let site = Site::create(&s, setting).await?;
         let before = site.objects_before().await?;
         let mut failures = Failures::default();
@@ -102,8 +101,7 @@ async fn attempts_in_a_shared_namespace_without_policies_are_stopped_as_far_as_d
 
 #[tokio::test]
 async fn attempts_at_the_sockets_of_the_drivers_are_stopped() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let mut failures = Failures::default();
         for socket in [s.lab.controller_socket("g1")?, s.lab.mgmt_socket()?] {
             for attempt in sockets::at_drivers() {
@@ -121,8 +119,7 @@ async fn attempts_at_the_sockets_of_the_drivers_are_stopped() -> Result<()> {
 
 #[tokio::test]
 async fn attempts_at_the_port_of_the_storage_infra_are_stopped() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let mut failures = Failures::default();
         for attempt in sockets::at_the_infra() {
             let seen = (attempt.act)(&s).await;

@@ -29,18 +29,22 @@ pub enum Direction {
 }
 
 /// Other volumes.
-#[derive(Debug, Clone, Copy, Default, Args)]
+#[derive(Debug, Clone, Default, Args)]
 pub struct Others {
     /// Number of volumes that are attached and detached just before, so that their conditions and Events are written during
     /// a further measurement.
     #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=100))]
     reported: u32,
+    /// Numbers of disks that the VM has already; several numbers are measured one after the other.
+    #[arg(long, value_name = "COUNT,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(..crds::MAX_VOLUMES as i64))]
+    attached: Vec<u32>,
 }
 
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work, others: Others, direction: Direction) -> Result<()> {
-    let (report, work) = (report.clone(), work.clone());
-    tests::run(move |s| async move { measure(&s, &report, &work, others, direction).await }).await
+pub async fn run(report: &Report, work: &Work, others: &Others, direction: Direction) -> Result<()> {
+    let (report, work, mut others) = (report.clone(), work.clone(), others.clone());
+    others.attached.sort_unstable();
+    tests::run(move |s| async move { measure(&s, &report, &work, &others, direction).await }).await
 }
 
 /// A volume: its name in the guest, and its ID in the storage infra.
@@ -68,7 +72,7 @@ async fn measure(
     s: &Arc<Scenario>,
     report: &Report,
     work: &Work,
-    others: Others,
+    others: &Others,
     direction: Direction,
 ) -> Result<()> {
     let bench = Bench {
@@ -79,7 +83,8 @@ async fn measure(
     };
     let bursts = work.bursts(&[30]);
     let reported = others.reported as usize;
-    let most = bursts.iter().copied().max().unwrap_or(1).max(1).max(reported);
+    let attached = others.attached.last().map_or(0, |most| *most as usize + 1);
+    let most = bursts.iter().copied().max().unwrap_or(1).max(1).max(reported).max(attached);
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
     let (volumes, _) = claims.create(most).await?;
     let mut disks = Vec::new();
@@ -111,10 +116,37 @@ async fn measure(
         report.times(&case, &all.times, &all.floor);
         report.cost(&case, &all.cost);
     }
+    if let Some((measured, others_of_vm)) = disks.split_first() {
+        bench.beside_attached(report, work, &others.attached, measured, others_of_vm).await?;
+    }
     claims.delete(&volumes).await.map(drop)
 }
 
 impl Bench<'_> {
+    /// Measures one volume at a time on the VM with growing numbers of other disks, and the cost of each.
+    async fn beside_attached(
+        &self,
+        report: &Report,
+        work: &Work,
+        numbers: &[u32],
+        measured: &Disk,
+        others: &[Disk],
+    ) -> Result<()> {
+        let measured = std::slice::from_ref(measured);
+        let mut attached = Vec::new();
+        for number in numbers {
+            let case = format!("one on {number}");
+            let more: Vec<String> =
+                others[attached.len()..*number as usize].iter().map(|disk| disk.volume.clone()).collect();
+            attached.extend(self.attachments.attach(&more, &self.node.name).await?.0);
+            self.rounds(measured, 1, work.warm_up(), false).await?;
+            let all = self.rounds(measured, 1, work.count(), false).await?;
+            report.times(&case, &all.times, &all.floor);
+            report.cost(&case, &self.rounds(measured, 1, work.count().min(ALONE), true).await?.cost);
+        }
+        self.attachments.detach(&attached).await.map(drop)
+    }
+
     /// Runs `rounds` rounds with `at_once` volumes each, alternating the volumes.
     async fn rounds(&self, disks: &[Disk], at_once: usize, rounds: usize, is_metered: bool) -> Result<Round> {
         let mut all = Round::default();

@@ -11,6 +11,7 @@ pub mod fairness;
 pub mod idle;
 pub mod lifecycle;
 pub mod memory;
+pub mod pod;
 pub mod recovery;
 pub mod retry;
 pub mod scale;

@@ -122,11 +122,18 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
 
 /// Builds or finds everything that is needed before the first process starts.
 async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
-    cache::packages::ensure(ui).await?;
-    let tools = cache::tools(ui, options.kubernetes).await?;
-    let snapshot_definitions = cache::snapshot_definitions().await?;
-    let image = cache::base_image(ui, &tools).await?;
-    let binaries = cache::cargo::build(ui, options.release).await?;
+    let others = async {
+        cache::packages::ensure(ui).await?;
+        futures::try_join!(
+            cache::snapshot_definitions(),
+            cache::debian_root(ui),
+            cache::cargo::build(ui, options.release),
+        )
+    };
+    // Go needs no packages of Debian, and neither Go nor Rust keeps two cores busy all the time.
+    let (tools, (snapshot_definitions, debian, binaries)) =
+        futures::try_join!(cache::tools(ui, options.kubernetes), others)?;
+    let image = cache::base_image(ui, &debian, &tools).await?;
     if !options.deployed {
         return Ok(Built { tools, snapshot_definitions, image, binaries, deployment: None });
     }

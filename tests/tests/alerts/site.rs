@@ -10,7 +10,7 @@ use lab::{Lab, LoopNode, NodePlugin, Setting};
 use tempfile::TempDir;
 use tests::prometheus::Prometheus;
 use tests::tcp_proxy::TcpProxy;
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{Alone, PATIENCE, Scenario, alone, eventually};
 
 /// What a test does in the lab.
 type Work = for<'a> fn(&'a Site) -> BoxFuture<'a, Result<()>>;
@@ -97,19 +97,19 @@ impl Links {
 
 /// Runs a test in the lab with two replicas of each controller.
 pub(crate) async fn in_lab(work: Work) -> Result<()> {
-    let _alone = alone().await;
+    let alone = alone().await;
     let lab = Lab::from_env()?;
     lab.scale(GUEST, 2).await?;
-    let outcome = with_replicas(&lab, work).await;
+    let outcome = with_replicas(&alone, &lab, work).await;
     outcome.and(lab.scale(GUEST, 1).await)
 }
 
-async fn with_replicas(lab: &Lab, work: Work) -> Result<()> {
+async fn with_replicas(alone: &Alone, lab: &Lab, work: Work) -> Result<()> {
     let links = Arc::new(Links::start(lab).await?);
     let settings = links.settings(lab.state())?;
     // The proxies live until the settings are restored.
     let shared = links.clone();
-    let test = run(|s| async move {
+    let test = alone.run(|s| async move {
         let site = Site::start(s, shared).await?;
         let outcome = work(&site).await;
         outcome.and(site.stop().await)

@@ -1,6 +1,7 @@
 //! Nodes that are lost without a person: gc-csi taints a Node only if its VM is proven off, takes only its own taint back, and
 //! the pods run elsewhere with their data.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -13,9 +14,11 @@ use rustix::process::Signal;
 use serde_json::json;
 use tests::hypervisor::BareDomain;
 use tests::program::Controller;
-use tests::{PATIENCE, Scenario, alone, eventually};
+use tests::{PATIENCE, Scenario, eventually, run_alone};
 
-use super::{RecordWriterPod, start_record_writer, with_bare_domains, with_vms_that_are_restored};
+use super::{
+    RecordWriterPod, on_bare_domains, start_record_writer, with_bare_domains, with_vms_that_are_restored,
+};
 
 /// Component of the lab: the first guest's gc-csi.
 const GC_CSI: &str = "g1-gc-csi";
@@ -114,8 +117,7 @@ async fn a_node_is_tainted_only_when_its_vm_is_proven_off_and_not_if_it_is_pause
 
 #[tokio::test]
 async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
-    let _alone = alone().await;
-    with_bare_domains(|s, domains| async move {
+    let never_then_proven = |s: Arc<Scenario>, domains: Arc<[BareDomain; 2]>| async move {
         let [domain, _] = &*domains;
         join_with_volume(&s, domain).await?;
         let node = &domain.node.name;
@@ -124,7 +126,7 @@ async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
         domain.signal(&s, Signal::KILL)?;
         is_proven_off(&s, node, true).await?;
         set_ready(&s, node, "False").await?;
-        has_decided_again(&s, &never, node).await?;
+        has_decided_again(&s, || metrics(&never), node).await?;
         ensure!(taints(&s, node).await?.is_empty(), "tainted although the policy is never");
         never.stop().await?;
 
@@ -134,12 +136,45 @@ async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
         domain.virsh(&s, "start").await?;
         has_taints(&s, node, &[]).await?;
         proven.stop().await
+    };
+    run_alone(|s| on_bare_domains(s, never_then_proven)).await
+}
+
+#[tokio::test]
+async fn the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_returns() -> Result<()> {
+    with_bare_domains(|s, domains| async move {
+        let names = domains.each_ref().map(|domain| domain.node.name.as_str());
+        for domain in domains.iter() {
+            join_with_volume(&s, domain).await?;
+        }
+        let [of_a_person, of_gc_csi] = names;
+        s.set_out_of_service_taint(of_a_person, true).await?;
+        for (domain, node) in domains.iter().zip(names) {
+            domain.signal(&s, Signal::KILL)?;
+            is_proven_off(&s, node, true).await?;
+            set_ready(&s, node, "False").await?;
+        }
+        has_taints(&s, of_gc_csi, &[TAINT_PROVEN_OFF]).await?;
+        has_decided_again(&s, || s.lab.metrics(GC_CSI), of_a_person).await?;
+        ensure!(taints(&s, of_a_person).await? == ["nodeshutdown"], "the taint of a person was changed");
+
+        for (domain, node) in domains.iter().zip(names) {
+            domain.virsh(&s, "start").await?;
+            is_proven_off(&s, node, false).await?;
+            set_ready(&s, node, "True").await?;
+        }
+        has_taints(&s, of_gc_csi, &[]).await?;
+        ensure!(taints(&s, of_a_person).await? == ["nodeshutdown"], "the taint of a person was removed");
+        s.set_out_of_service_taint(of_a_person, false).await
     })
     .await
 }
 
 /// Waits until a controller has decided about its Nodes after the proof of a VM was renewed.
-async fn has_decided_again(s: &Scenario, controller: &Controller, vm: &str) -> Result<()> {
+async fn has_decided_again<Read>(s: &Scenario, metrics: impl Fn() -> Read, vm: &str) -> Result<()>
+where
+    Read: Future<Output = Result<String>>,
+{
     let proof = async || anyhow::Ok(s.vms().get(vm).await?.annotations().get(ANNOTATION_PROVEN_OFF).cloned());
     let before = proof().await?;
     eventually("the proof is renewed", PATIENCE, || async {
@@ -148,17 +183,20 @@ async fn has_decided_again(s: &Scenario, controller: &Controller, vm: &str) -> R
     })
     .await?;
     // Because of this renewal, or of the next.
-    let begun = decisions(controller).await?;
+    let begun = decisions(&metrics().await?)?;
     eventually("the controller decides", PATIENCE, || async {
-        let count = decisions(controller).await?;
+        let count = decisions(&metrics().await?)?;
         Ok(if count > begun { Ok(()) } else { Err(format!("{count} decisions")) })
     })
     .await
 }
 
+async fn metrics(controller: &Controller) -> Result<String> {
+    Ok(controller.process.get("/metrics").await?.1)
+}
+
 /// How many decisions about taints a controller has begun.
-async fn decisions(controller: &Controller) -> Result<u64> {
-    let (_, metrics) = controller.process.get("/metrics").await?;
+fn decisions(metrics: &str) -> Result<u64> {
     let name = "nestor_gc_csi_work_queue_wait_seconds_count{controller=\"lost-nodes\"} ";
     let count = metrics.lines().find_map(|line| line.strip_prefix(name));
     Ok(count.with_context(|| format!("no metric {name}"))?.parse()?)
@@ -216,29 +254,6 @@ async fn a_pod_of_a_killed_vm_runs_elsewhere_without_a_person() -> Result<()> {
         vm.wait_for_node(&s.guest).await?;
         s.wait_for_reason_of("Node", &pod.lost, "OutOfServiceTaintRemoved", &[&pod.lost]).await?;
         // It is schedulable: pods run on it.
-        pod.no_record_is_lost(&pods).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_returns() -> Result<()> {
-    with_vms_that_are_restored(|pods| async move {
-        let (s, pod) = (pods.scenario(), start_record_writer(&pods).await?);
-        let vm = s.lab.vm(&pod.lost)?;
-        let killed = Instant::now();
-        vm.crash().await?;
-        pods.set_out_of_service(&pod.lost, true).await?;
-        wait_until_elsewhere(&pods, &pod, killed).await?.print("killed, tainted by hand at once");
-        is_proven_off(s, &pod.lost, true).await?;
-        ensure!(taints(s, &pod.lost).await? == ["nodeshutdown"], "the taint of a person was changed");
-
-        vm.power_on().await?;
-        is_proven_off(s, &pod.lost, false).await?;
-        pods.node_ready(&pod.lost, true).await?;
-        ensure!(taints(s, &pod.lost).await? == ["nodeshutdown"], "the taint of a person was removed");
-        pods.set_out_of_service(&pod.lost, false).await?;
-        vm.wait_for_node(&s.guest).await?;
         pod.no_record_is_lost(&pods).await
     })
     .await

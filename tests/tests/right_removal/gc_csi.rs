@@ -13,7 +13,7 @@ use tests::driver::{Driver, new_volume};
 use tests::guest::static_volume;
 use tests::kubectl_plugin::execute;
 use tests::program::{Running, binary};
-use tests::{MIB, PATIENCE, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, eventually, run_alone, unique};
 use tonic::{Code, Status};
 
 use super::guest::Site;
@@ -354,8 +354,7 @@ async fn each_step(site: &Site<'_>) -> Result<()> {
 
 #[tokio::test]
 async fn each_right_of_gc_csi_is_needed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let site = Site::create(&s).await?;
         let outcome = each_step(&site).await;
         site.remove().await?;

@@ -17,7 +17,7 @@ use tests::guest_token::TokenGuest;
 use tests::management::VM_GUESTS;
 use tests::own_namespace::OwnNamespace;
 use tests::program::{Running, binary};
-use tests::{PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run_alone, unique};
 
 use super::shim::{SHORT_LEASE, detach_all, entry, is_attached, leads};
 use super::table::{How, MgmtCsi, is_silent, rights_of, steps};
@@ -439,8 +439,7 @@ async fn share_content(s: &Scenario, snapshot: &str, guest: &str) -> Result<()> 
 
 #[tokio::test]
 async fn each_right_of_mgmt_csi_is_needed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let own = Replacement::create(&s).await?;
         let program = own.start().await?;
         let later = steps(|how| if let How::MgmtCsi(step) = how { Some(step) } else { None });

@@ -8,7 +8,7 @@ use kube::api::Api;
 use lab::cluster::objects::token;
 use tests::accounts::{Account, Tier, Withheld};
 use tests::program::{Running, binary};
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{PATIENCE, Scenario, eventually, run_alone};
 
 use super::shim::is_ready;
 use super::table::{How, Other, is_silent, rights_of, steps};
@@ -95,8 +95,7 @@ async fn topology_of_a_node(s: &Scenario) -> Result<()> {
 
 #[tokio::test]
 async fn each_right_of_the_other_programs_is_needed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         for step in steps(|how| if let How::Other(step) = how { Some(step) } else { None }) {
             let outcome = match step {
                 Other::Console => watches_of_the_console(&s).await,

@@ -9,7 +9,7 @@ use lab::LoopNode;
 use serde_json::{Value, json};
 use tests::accounts::{Account, Tier, Withheld};
 use tests::program::{Running, binary};
-use tests::{PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run_alone, unique};
 
 use super::table::{How, Shim, is_silent, rights_of, steps};
 
@@ -159,8 +159,7 @@ impl<'a> Replacement<'a> {
 
 #[tokio::test]
 async fn each_right_of_vm_operator_shim_is_needed() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let own = Replacement::create(&s).await?;
         let shim = own.start().await?;
         let later = steps(|how| if let How::Shim(step) = how { Some(step) } else { None });

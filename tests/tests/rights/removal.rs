@@ -10,7 +10,7 @@ use tests::driver::new_volume;
 use tests::own_namespace::OwnNamespace;
 use tests::program::Controller;
 use tests::tenants::Tenant;
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, run_alone, unique};
 
 /// A guest with its gc-csi, a volume, a snapshot and a VM.
 struct Guest {
@@ -166,8 +166,7 @@ async fn set_rules_of_mgmt_csi(s: &Scenario, rules: &[PolicyRule]) -> Result<()>
 
 #[tokio::test]
 async fn mgmt_csi_needs_the_right_to_read_whose_a_snapshot_is() -> Result<()> {
-    let _alone = alone().await;
-    run(|s| async move {
+    run_alone(|s| async move {
         let volume = s.volume().await?;
         let roles: Api<ClusterRole> = Api::all(s.management.clone());
         let rules = roles.get("nestor:mgmt-csi").await?.rules.context("the role has no rules")?;

@@ -52,14 +52,28 @@ pub struct BaseImage {
     pub root: PathBuf,
 }
 
-/// Returns the base image; builds it if its inputs changed.
-pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
-    let kernel = newest_cloud_kernel()?;
+/// Returns the Debian system of the base image; installs it if its inputs changed. Needs no tools, so that they can be built at
+/// the same time.
+pub async fn debian_root(ui: &Ui) -> Result<PathBuf> {
     let suite = debian_suite()?;
+    let key =
+        Key::new("debian").with("packages", INCLUDE.join(" ").as_bytes()).with("suite", suite.as_bytes());
+    let dir = entry(&format!("debian-{}", key.hex()), async |out: &Path| {
+        let step = ui.step("installing Debian for the virtual machines");
+        install_debian(&suite, &INCLUDE, &out.join("root")).await?;
+        step.done();
+        Ok(())
+    })
+    .await?;
+    Ok(dir.join("root"))
+}
+
+/// Returns the base image with this Debian system; builds it if its inputs changed.
+pub async fn base_image(ui: &Ui, debian: &Path, tools: &Path) -> Result<BaseImage> {
+    let kernel = newest_cloud_kernel()?;
     let busybox = Path::new("/bin/busybox");
     let key = Key::new("image")
-        .with("packages", INCLUDE.join(" ").as_bytes())
-        .with("suite", suite.as_bytes())
+        .with("debian", debian.to_string_lossy().as_bytes())
         .with("kernel", kernel.as_bytes())
         .with("size", ROOT_SIZE.as_bytes())
         .with("modules", EARLY_MODULES.join(" ").as_bytes())
@@ -73,8 +87,10 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
     let dir = entry(&format!("image-{}", key.hex()), async |out: &Path| {
         let step = ui.step("building the base image of the virtual machines");
         let root = out.join("root");
-        install_debian(&suite, &INCLUDE, &root).await?;
-        copy_tree(Path::new("/lib/modules"), &kernel, &root.join("lib/modules")).await?;
+        copy_tree(debian, &root).await?;
+        let modules = root.join("lib/modules");
+        fs::create_dir_all(&modules)?;
+        copy_tree(&Path::new("/lib/modules").join(&kernel), &modules.join(&kernel)).await?;
         add_tools(tools, &root)?;
         let work = out.join("work");
         fs::create_dir_all(&work)?;
@@ -132,11 +148,8 @@ fn write_file(path: &Path, text: &str, mode: u32) -> Result<()> {
     Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
 }
 
-async fn copy_tree(from: &Path, name: &str, to: &Path) -> Result<()> {
-    fs::create_dir_all(to)?;
-    run(command("cp", ["--archive", "--no-target-directory"]).arg(from.join(name)).arg(to.join(name)))
-        .await
-        .map(drop)
+async fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    run(command("cp", ["--archive", "--no-target-directory"]).arg(from).arg(to)).await.map(drop)
 }
 
 /// Writes an uncompressed cpio archive: busybox, the modules numbered in load order, and our init.

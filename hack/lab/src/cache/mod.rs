@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use host::debian_host;
 pub(crate) use image::debian_suite;
-pub use image::{BaseImage, base_image};
+pub use image::{BaseImage, base_image, debian_root};
 pub use kubernetes::Kubernetes;
 pub use perses::perses;
 pub(crate) use schemathesis::schemathesis;

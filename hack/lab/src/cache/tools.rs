@@ -4,9 +4,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::process::Command;
 
 use super::{Key, Kubernetes, entry};
 use crate::process::{command, run};
@@ -95,34 +97,60 @@ async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
     let manifest = fs::read_to_string(module.join("go.mod"))?;
     let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut step = ui.step(format!("building {name} tools with Go (takes minutes the first time)"));
-    let mut go =
-        command("go", ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &linker_flags(&manifest)]);
-    go.args(["-tags", build_tags(&name), "-o"])
-        .arg(out)
-        .arg("tool")
-        .current_dir(module)
-        .env("CGO_ENABLED", "0")
-        .env("GOFLAGS", "-mod=readonly");
-    go.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-    let mut child = go.spawn().context("cannot run go build")?;
-    // With -v, each compiled package is a line. The output is shown if the build fails.
-    let mut output: Vec<String> = Vec::new();
+    let tags = build_tags(&name);
+    let mut list = go(module, &["list", "-deps", "-tags", tags, "tool"]);
+    let packages = output(&mut list, |line| step.message(line)).await?.lines().count();
+    let started = Instant::now();
     let mut compiled = 0;
-    if let Some(stderr) = child.stderr.take() {
-        let mut lines = BufReader::new(stderr).lines();
-        while let Some(line) = lines.next_line().await? {
-            compiled += 1;
-            step.message(format!("{compiled} packages, now {line}"));
-            output.push(line);
-        }
-    }
-    let status = child.wait().await?;
-    if !status.success() {
-        let end = output[output.len().saturating_sub(20)..].join("\n");
-        bail!("go build in {} failed ({status}):\n{end}", module.display());
-    }
+    let flags = linker_flags(&manifest);
+    let mut build =
+        go(module, &["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &flags, "-tags", tags, "-o"]);
+    // With -v, each compiled package is a line.
+    output(build.arg(out).arg("tool"), |line| {
+        compiled += 1;
+        let progress = progress(compiled, packages, started.elapsed());
+        step.message(format!("{progress}, now {line}"));
+    })
+    .await?;
     step.done();
     Ok(())
+}
+
+fn go(module: &Path, args: &[&str]) -> Command {
+    let mut go = command("go", args);
+    go.current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
+    go
+}
+
+/// Runs Go to its end. Calls `on_line` with each line of its standard error, whose end is part of the error.
+async fn output(go: &mut Command, mut on_line: impl FnMut(&str)) -> Result<String> {
+    go.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = go.spawn().context("cannot run go")?;
+    let mut lines = BufReader::new(child.stderr.take().context("go has no standard error")?).lines();
+    let reported = async {
+        let mut all = Vec::new();
+        while let Some(line) = lines.next_line().await? {
+            on_line(&line);
+            all.push(line);
+        }
+        anyhow::Ok(all)
+    };
+    let mut stdout = String::new();
+    let mut pipe = child.stdout.take().context("go has no standard output")?;
+    let (reported, _) = futures::try_join!(reported, async { Ok(pipe.read_to_string(&mut stdout).await?) })?;
+    let status = child.wait().await?;
+    if !status.success() {
+        let end = reported[reported.len().saturating_sub(20)..].join("\n");
+        bail!("{:?} failed ({status}):\n{end}", go.as_std());
+    }
+    Ok(stdout)
+}
+
+/// How far a build is, and how long it still takes at its rate so far. Packages that are already built are not compiled
+/// again: it can end early.
+fn progress(compiled: usize, packages: usize, elapsed: Duration) -> String {
+    let left = elapsed.mul_f64(packages.saturating_sub(compiled) as f64 / compiled.max(1) as f64);
+    format!("{compiled} of {packages} packages, at most {} min left", left.as_secs().div_ceil(60))
 }
 
 /// Build tags of a module: without the service discovery of clouds, Prometheus has a fifth fewer packages.
@@ -167,5 +195,14 @@ mod tests {
              -X k8s.io/component-base/version.gitMinor=36 -X k8s.io/component-base/version.gitTreeState=clean"
         ));
         assert_eq!(linker_flags("module a"), "-s -w");
+    }
+
+    #[test]
+    fn the_progress_of_a_build_has_its_rest_at_the_rate_so_far() {
+        let at = |compiled| progress(compiled, 300, Duration::from_secs(120));
+        assert_eq!(at(100), "100 of 300 packages, at most 4 min left");
+        assert_eq!(at(300), "300 of 300 packages, at most 0 min left");
+        // Lines that are no packages count too.
+        assert_eq!(at(301), "301 of 300 packages, at most 0 min left");
     }
 }

@@ -4,6 +4,7 @@ use rusqlite::Connection;
 
 use super::CatalogError;
 use super::budgets::ACCOUNTS;
+use super::moves::MOVES;
 use super::suspensions::SUSPENSIONS;
 use super::transfers::TRANSFERS;
 
@@ -21,6 +22,7 @@ const MIGRATIONS: &[&str] = &[
     ACCOUNTS,
     TRANSFERS,
     SUSPENSIONS,
+    MOVES,
 ];
 
 const FIRST: &str = "

@@ -59,15 +59,21 @@ impl Plan {
     ) -> Self {
         let mut plan = Self::default();
         let mut records = HashMap::new();
+        let old = moved_away(scans);
         for scan in scans {
-            plan.pool(scan, &mut records);
+            plan.pool(scan, &old, &mut records);
         }
         plan.find_duplicates();
         plan.attachments(scans, attached_disks, &mut records, nodes, now);
         plan
     }
 
-    fn pool(&mut self, scan: &PoolScan, records: &mut HashMap<VolumeId, VolumeRecord>) {
+    fn pool(
+        &mut self,
+        scan: &PoolScan,
+        old: &HashSet<(PoolName, Uuid)>,
+        records: &mut HashMap<VolumeId, VolumeRecord>,
+    ) {
         let dir = scan.dir.display();
         let Some(Record::Pool(record)) = &scan.pool else {
             self.conflicts.push(format!(
@@ -98,6 +104,13 @@ impl Plan {
         for file in &scan.files {
             let path = scan.dir.join(&file.name);
             match identified(file) {
+                Ok(Record::Volume(record)) if old.contains(&(pool.clone(), record.disk_uuid)) => {
+                    self.notes.push(format!(
+                        "{} is left alone: the volume {} was moved to another pool, which has its data",
+                        path.display(),
+                        record.id
+                    ));
+                }
                 Ok(Record::Volume(record)) => {
                     self.revision = self.revision.max(record.revision);
                     self.volumes.push(volume(record, file, pool));
@@ -242,6 +255,16 @@ impl Plan {
     }
 }
 
+/// Pools and disk UUIDs of volumes that were moved to another pool: records there say so.
+fn moved_away(scans: &[PoolScan]) -> HashSet<(PoolName, Uuid)> {
+    let records = scans.iter().flat_map(|scan| &scan.files).filter_map(|file| identified(file).ok());
+    let old = |record: &Record| match record {
+        Record::Volume(record) => Some((record.moved_from.clone()?, record.disk_uuid)),
+        Record::Pool(_) | Record::Snapshot(_) => None,
+    };
+    records.filter_map(old).collect()
+}
+
 /// The record of a file, if the file certainly is the object in its record.
 pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
     let record = match &file.record {
@@ -254,6 +277,11 @@ pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
         Record::Snapshot(record) => (format!("{}.snap", record.id), record.capacity),
         Record::Pool(_) => return Err("it has a pool's record".into()),
     };
+    if let Record::Volume(record) = record
+        && record.unfinished_move
+    {
+        return Err("it is the unfinished copy of a move; another pool has the volume's data".into());
+    }
     if name != file.name {
         return Err(format!("its record is that of {name}"));
     }
@@ -341,6 +369,8 @@ mod tests {
             written: false,
             revision: 5,
             owner: None,
+            unfinished_move: false,
+            moved_from: None,
             holders,
         };
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))

@@ -22,6 +22,8 @@ pub(super) struct LiveDisk {
     pub target: String,
     /// Source file, if its source is a file.
     pub file: Option<String>,
+    /// The copy of the disk that is running: its file, and whether it is ready.
+    pub mirror: Option<(String, bool)>,
     /// Whether the guest cannot write.
     pub read_only: bool,
     /// The `<disk>` element, unchanged.
@@ -86,6 +88,7 @@ impl LiveDomain {
                                 .unwrap_or_default()
                                 .to_owned(),
                             file: child("source").and_then(|s| s.attribute("file")).map(str::to_owned),
+                            mirror: child("mirror").and_then(mirror),
                             read_only: child("readonly").is_some(),
                             xml: text[device.range()].to_owned(),
                         });
@@ -161,6 +164,24 @@ impl LiveDomain {
             disk.wwn(),
         ))
     }
+}
+
+/// The file of a `<mirror>` element, and whether all data was copied.
+fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(String, bool)> {
+    let source = element.children().find(|node| node.has_tag_name("source"));
+    let file = source.and_then(|source| source.attribute("file")).or(element.attribute("file"))?;
+    Some((file.to_owned(), element.attribute("ready") == Some("yes")))
+}
+
+/// The XML of the file into which a disk is copied.
+pub(super) fn mirror_xml(to: &DiskSource) -> Result<String, String> {
+    let DiskSource::File(path) = to;
+    let path = path.to_str().filter(|path| path.chars().all(is_attribute_text));
+    let path = path.ok_or_else(|| format!("the path {to:?} is not UTF-8 or has control characters"))?;
+    Ok(format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none' discard='unmap'/><source file='{}'/></disk>",
+        escape(path)
+    ))
 }
 
 /// The host's UUID in libvirt's capabilities XML.
@@ -290,6 +311,22 @@ mod tests {
             full.max_disks() == 0
                 && matches!(full.disk_xml(&disk("/v", false)), Err(AttachError::NoFreeSlot(_)))
         );
+    }
+
+    #[test]
+    fn a_running_copy_is_read_with_its_file_and_whether_it_is_ready() {
+        let disk = |mirror: &str| {
+            let disk = format!("<disk><source file='/a'/>{mirror}<target dev='sda' bus='scsi'/></disk>");
+            domain(&disk).disks[0].clone()
+        };
+        assert_eq!(disk("").mirror, None);
+        let mirror = "<mirror type='file' job='copy'><source file='/b'/></mirror>";
+        let found = disk(mirror);
+        assert_eq!((found.file.as_deref(), found.mirror), (Some("/a"), Some(("/b".into(), false))));
+        let ready = disk(&mirror.replace("job='copy'", "job='copy' ready='yes'"));
+        assert_eq!(ready.mirror, Some(("/b".into(), true)));
+        let xml = mirror_xml(&DiskSource::File("/pool/a'b.raw".into())).unwrap();
+        assert!(xml.contains("a&apos;b.raw"), "{xml}");
     }
 
     #[test]

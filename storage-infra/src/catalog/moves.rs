@@ -230,3 +230,71 @@ impl Tx<'_> {
             .collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rusqlite::Connection;
+
+    use super::super::schema;
+
+    fn connection() -> Connection {
+        let mut connection = Connection::open_in_memory().unwrap();
+        schema::migrate(&mut connection).unwrap();
+        let rows = "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) VALUES
+                        ('p', 'p', 'file', '/p', '{}', 0, 1), ('q', 'q', 'file', '/q', '{}', 0, 1);
+                    INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, record_due) VALUES
+                        ('v', 'p', 7, 'd', 'ready', '{}', 'now', 0);
+                    INSERT INTO nodes VALUES ('n', 'h', '{}');
+                    INSERT INTO moves (volume, pool, phase, reserved, started_at) VALUES ('v', 'q', 'waiting', 7, 'now');";
+        connection.execute_batch(rows).unwrap();
+        connection
+    }
+
+    fn set(connection: &Connection, phase: &str) {
+        connection.execute("UPDATE moves SET phase = ?1", [phase]).unwrap();
+    }
+
+    #[test]
+    fn the_schema_rejects_attachments_while_the_file_is_copied_or_exchanged() {
+        let connection = connection();
+        let attach = || {
+            let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
+                       VALUES ('a', 'v', 'n', 0, 'single-node', 'attaching', 'now')";
+            connection.execute(sql, []).map_err(|error| error.to_string())
+        };
+        for phase in ["copying", "switching"] {
+            set(&connection, phase);
+            assert!(attach().unwrap_err().contains("is being moved"), "{phase}");
+        }
+        set(&connection, "mirroring");
+        assert_eq!(attach(), Ok(1));
+    }
+
+    #[test]
+    fn a_volume_changes_its_pool_only_by_its_move_and_its_record_is_due_then() {
+        let connection = connection();
+        let switch = |pool: &str| {
+            let sql = "UPDATE volumes SET pool = ?1 WHERE id = 'v'";
+            connection.execute(sql, [pool]).map_err(|error| error.to_string())
+        };
+        assert!(switch("q").unwrap_err().contains("not being moved"), "it is not copied yet");
+        set(&connection, "switching");
+        let revision = || connection.query_row("SELECT number FROM revision", [], |row| row.get::<_, i64>(0));
+        let before = revision().unwrap();
+        assert_eq!(switch("q"), Ok(1));
+        let sql = "SELECT record_due AND revision = ?1 FROM volumes";
+        let is_due: bool = connection.query_row(sql, [before + 1], |row| row.get(0)).unwrap();
+        assert!(is_due && revision().unwrap() == before + 1);
+        assert!(switch("p").unwrap_err().contains("not being moved"));
+    }
+
+    #[test]
+    fn a_volume_that_is_being_moved_cannot_be_forgotten() {
+        let connection = connection();
+        connection.pragma_update(None, "foreign_keys", true).unwrap();
+        connection.execute("UPDATE volumes SET state = 'deleting'", []).unwrap();
+        connection.execute("DELETE FROM volumes", []).unwrap_err();
+        connection.execute("DELETE FROM moves", []).unwrap();
+        connection.execute("DELETE FROM volumes", []).unwrap();
+    }
+}

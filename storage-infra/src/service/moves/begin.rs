@@ -57,11 +57,8 @@ impl Moves {
         self.refuse_hypervisor(id).await?;
         let _placing = self.capacity.placing().await;
         let mut inputs = self.capacity.inputs().await?;
-        loop {
-            match self.reserve(id, &target, rate, &inputs).await {
-                Err(refusal) => self.capacity.rescan_after(&mut inputs, refusal).await?,
-                Ok(()) => break,
-            }
+        while let Err(refusal) = self.reserve(id, &target, rate, &inputs).await {
+            self.capacity.rescan_after(&mut inputs, refusal).await?;
         }
         self.core.emit(EventKind::Volume, id, Change::Updated);
         self.core.moves().notify_one();

@@ -129,7 +129,7 @@ impl Moves {
 
     async fn carry_in_turn(self: &Arc<Self>, id: &VolumeId) {
         tokio::select! {
-            () = self.stop.cancelled() => return,
+            () = self.stop.cancelled() => {}
             permit = self.permits.clone().acquire_owned() => {
                 self.carry(id).await;
                 drop(permit);

@@ -453,6 +453,33 @@ mod tests {
         assert!(plan.notes[0].contains("without a recorded attachment"), "{:?}", plan.notes);
     }
 
+    fn marked(mut file: FoundFile, mark: impl FnOnce(&mut VolumeRecord)) -> FoundFile {
+        let Ok(Some(Record::Volume(record))) = &mut file.record else { panic!("{file:?}") };
+        mark(record);
+        file
+    }
+
+    #[test]
+    fn of_the_two_files_of_a_move_the_record_tells_which_has_the_data() {
+        let copy = marked(volume("v", 1, Vec::new()), |record| record.unfinished_move = true);
+        let moved = marked(volume("w", 2, vec![holder("a", 7)]), |record| {
+            record.moved_from = Some(PoolName::new("p").unwrap());
+        });
+        let pools = [
+            pool("p", vec![volume("v", 1, Vec::new()), volume("w", 2, vec![holder("old", 8)])]),
+            pool("q", vec![copy, moved]),
+        ];
+        let plan = Plan::new(&pools, &[attached(7, "/q/w.raw")], Vec::new(), "now");
+        assert!(plan.conflicts.is_empty(), "{:?}", plan.conflicts);
+        let places: Vec<_> = plan.volumes.iter().map(|row| (row.id.as_str(), row.pool.as_str())).collect();
+        assert_eq!(places, [("v", "p"), ("w", "q")]);
+        let ids: Vec<_> = plan.attachments.iter().map(|one| one.id.as_str()).collect();
+        assert_eq!(ids, ["a"]);
+        for part in ["/q/v.raw is left alone: it is the unfinished copy", "/p/w.raw is left alone"] {
+            assert!(plan.notes.iter().any(|note| note.contains(part)), "{part}: {:?}", plan.notes);
+        }
+    }
+
     #[test]
     fn contradictions_are_reported_as_conflicts() {
         let conflicts = |scans: &[PoolScan], attached_disks: &[FoundDisk]| {

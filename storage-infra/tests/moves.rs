@@ -221,6 +221,8 @@ async fn operations_during_a_copy_are_refused_or_end_it_and_the_old_file_stays_t
         assert!([ProblemCode::Unavailable, ProblemCode::InUse].contains(&refused), "{refused}");
     }
     assert_eq!(code(at.start("v", &to("pool", None)).await), ProblemCode::InUse);
+    let removal = client.delete_pool(&pool_named("far")).await.unwrap_err();
+    assert!(removal.to_string().contains("being moved"), "{removal}");
     client.put_snapshot(&snapshot("s"), &of(&volume("v")), SOON).await.unwrap();
     // A detach ends the copy; the move goes on with the detached volume.
     at.write(disk, 5, 0);

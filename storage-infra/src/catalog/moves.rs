@@ -221,6 +221,15 @@ impl Tx<'_> {
             .collect()
     }
 
+    /// The volumes whose other file is in a pool: they are moved to it, or their old file is being removed.
+    pub fn moves_with(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
+        self.0
+            .prepare_cached("SELECT volume FROM moves WHERE pool = ?1 ORDER BY volume")?
+            .query_map([pool.as_str()], |row| row.get::<_, String>(0))?
+            .map(|row| parse("moves.volume", &row?))
+            .collect()
+    }
+
     /// The volumes whose data is in a pool, ordered by ID.
     pub fn ids_in_pool(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
         self.0

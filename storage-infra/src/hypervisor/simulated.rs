@@ -321,6 +321,30 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_disk_is_copied_and_changes_to_the_copy_unless_that_is_cancelled() {
+        let root = tempfile::tempdir().unwrap();
+        let hypervisor = Simulated::new(root.path().join("nodes"), Duration::ZERO);
+        let [from, to] = ["from", "to"].map(|name| root.path().join(name));
+        fs::write(&from, "data").unwrap();
+        fs::write(&to, "").unwrap();
+        let (node, source) = (Uuid::new_v4(), DiskSource::File(from.clone()));
+        let disk = Disk { source: source.clone(), ..disk() };
+        hypervisor.attach(node, &disk).await.unwrap();
+        let other = DiskSource::File(to.clone());
+        hypervisor.start_mirror(node, &disk, &other, None).await.unwrap();
+        let mirrored = hypervisor.mirrored(node, &disk).await.unwrap();
+        assert_eq!((mirrored.source, mirrored.mirror.map(|one| one.ready)), (Some(source), Some(true)));
+        assert_eq!(fs::read(&to).unwrap(), b"data");
+        hypervisor.cancel_mirror(node, &disk).await.unwrap();
+        assert_eq!(hypervisor.mirrored(node, &disk).await.unwrap().mirror, None);
+        hypervisor.pivot(node, &disk).await.unwrap_err();
+        hypervisor.start_mirror(node, &disk, &other, None).await.unwrap();
+        hypervisor.pivot(node, &disk).await.unwrap();
+        let mirrored = hypervisor.mirrored(node, &disk).await.unwrap();
+        assert_eq!((mirrored.source, mirrored.mirror), (Some(other), None));
+    }
+
+    #[tokio::test]
     async fn a_virtual_machine_that_is_off_has_no_disks_and_accepts_none() {
         let root = tempfile::tempdir().unwrap();
         let hypervisor = Simulated::new(root.path(), Duration::ZERO);

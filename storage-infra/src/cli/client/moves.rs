@@ -12,6 +12,8 @@ use crate::cli::{output, size};
 
 /// Interval between two looks at a move.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between two requests of a drain, each of which tries every volume that is not moving.
+const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How a move or a drain is carried out.
 #[derive(Debug, Args)]
@@ -120,7 +122,7 @@ pub(super) async fn drain(args: DrainArgs) -> anyhow::Result<()> {
         if copy.no_wait || !drain.is_moving() {
             break drain;
         }
-        tokio::time::sleep(INTERVAL).await;
+        tokio::time::sleep(DRAIN_INTERVAL).await;
     };
     match client.output {
         output::Format::Json => output::json(&drain)?,

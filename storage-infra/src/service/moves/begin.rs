@@ -47,18 +47,25 @@ impl Moves {
         let moves = self.clone();
         self.core
             .run_to_completion(async move {
-                moves.begin_to(&id, Target::Pool(spec.pool), spec.bytes_per_second).await
+                let mut inputs = moves.capacity.inputs().await?;
+                moves.begin_to(&id, Target::Pool(spec.pool), spec.bytes_per_second, &mut inputs).await
             })
             .await
     }
 
-    pub(super) async fn begin_to(&self, id: &VolumeId, target: Target, rate: Option<u64>) -> Result<()> {
+    /// Starts a move with these measurements of the pools, which a refusal renews once.
+    pub(super) async fn begin_to(
+        &self,
+        id: &VolumeId,
+        target: Target,
+        rate: Option<u64>,
+        inputs: &mut CapacityInputs,
+    ) -> Result<()> {
         self.unexpected_disks.refuse(id, None).await?;
         self.refuse_hypervisor(id).await?;
         let _placing = self.capacity.placing().await;
-        let mut inputs = self.capacity.inputs().await?;
-        while let Err(refusal) = self.reserve(id, &target, rate, &inputs).await {
-            self.capacity.rescan_after(&mut inputs, refusal).await?;
+        while let Err(refusal) = self.reserve(id, &target, rate, inputs).await {
+            self.capacity.rescan_after(inputs, refusal).await?;
         }
         self.core.emit(EventKind::Volume, id, Change::Updated);
         self.core.moves().notify_one();

@@ -23,8 +23,9 @@ impl Moves {
     async fn do_drain(&self, pool: &PoolName, rate: Option<u64>) -> Result<Drain> {
         let ids = self.cordon(pool).await?;
         let mut refused = Vec::new();
+        let mut inputs = self.capacity.inputs().await?;
         for id in ids {
-            if let Err(failure) = self.begin_to(&id, Target::Best, rate).await {
+            if let Err(failure) = self.begin_to(&id, Target::Best, rate, &mut inputs).await {
                 tracing::debug!(volume = %id, %failure, "not moved");
                 refused.push((id, failure.0.detail));
             }

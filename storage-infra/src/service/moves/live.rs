@@ -125,8 +125,12 @@ impl Moves {
             if mirror.ready {
                 return self.switch(id).await;
             }
-            if rate.replace(state.moving.rate).is_some_and(|before| before != state.moving.rate) {
-                vm.hypervisor.set_mirror_rate(vm.context.row.node, &vm.disk, state.moving.rate).await?;
+            if rate.replace(state.moving.rate) != Some(state.moving.rate) {
+                let set = vm.hypervisor.set_mirror_rate(vm.context.row.node, &vm.disk, state.moving.rate);
+                if let Err(error) = set.await {
+                    // The copy has ended, which the next look shows.
+                    tracing::debug!(volume = %id, %error, "cannot set the rate of a copy");
+                }
             }
             self.sleep(POLL_INTERVAL).await;
         }

@@ -173,12 +173,13 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
 /// Starts the service's periodic loops, each in a supervised task.
 fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     let until = || stop.clone();
-    let loops: [(&str, BoxFuture<'static, ()>); 7] = [
+    let loops: [(&str, BoxFuture<'static, ()>); 8] = [
         ("repair", service.repair().clone().run(until()).boxed()),
         ("release of attachments", service.fencing().clone().run_release(until()).boxed()),
         ("pool monitor", service.pool_monitor().clone().run(until()).boxed()),
         ("power monitor", service.power().clone().run_monitor(until()).boxed()),
         ("unexpected disk search", service.unexpected_disks().clone().run_search(until()).boxed()),
+        ("moves", service.moves().clone().run(until()).boxed()),
         ("suspensions", service.suspensions().clone().run(until()).boxed()),
         ("resume of paused VMs", service.paused_vms().clone().run_resume(until()).boxed()),
     ];

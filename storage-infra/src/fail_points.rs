@@ -46,7 +46,8 @@ mod debug {
         Revisions,
     };
     use crate::hypervisor::{
-        self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, NodeFacts, PausedVm, Presence,
+        self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, MirroredDisk, NodeFacts, PausedVm,
+        Presence,
     };
 
     /// An engine or a hypervisor with fail points.
@@ -236,6 +237,41 @@ mod debug {
 
         async fn unpause(&self, node: Uuid) -> hypervisor::Result<()> {
             hypervisor_effect("unpause", self.0.unpause(node)).await
+        }
+
+        fn can_mirror(&self) -> bool {
+            self.0.can_mirror()
+        }
+
+        async fn mirrored(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<MirroredDisk> {
+            self.0.mirrored(node, disk).await
+        }
+
+        async fn start_mirror(
+            &self,
+            node: Uuid,
+            disk: &Disk,
+            to: &DiskSource,
+            rate: Option<u64>,
+        ) -> hypervisor::Result<()> {
+            hypervisor_effect("mirror", self.0.start_mirror(node, disk, to, rate)).await
+        }
+
+        async fn set_mirror_rate(
+            &self,
+            node: Uuid,
+            disk: &Disk,
+            rate: Option<u64>,
+        ) -> hypervisor::Result<()> {
+            self.0.set_mirror_rate(node, disk, rate).await
+        }
+
+        async fn pivot(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+            hypervisor_effect("pivot", self.0.pivot(node, disk)).await
+        }
+
+        async fn cancel_mirror(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+            hypervisor_effect("cancel_mirror", self.0.cancel_mirror(node, disk)).await
         }
 
         async fn power_off(&self, node: Uuid) -> hypervisor::Result<()> {

@@ -3,11 +3,12 @@
 mod accounts;
 mod backups;
 mod certificates;
+mod moves;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use infra_api::{Pool, PoolName};
+use infra_api::{Pool, PoolName, VolumeId};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -16,9 +17,12 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::catalog::MoveRow;
+
 pub use accounts::AccountMetrics;
 pub use backups::BackupMetrics;
 pub use certificates::CertificateMetrics;
+pub use moves::MoveMetrics;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RequestLabels {
@@ -57,6 +61,7 @@ struct Inner {
     backups: BackupMetrics,
     accounts: AccountMetrics,
     certificates: CertificateMetrics,
+    moves: MoveMetrics,
     without_role: Counter,
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
@@ -142,6 +147,8 @@ impl Default for Metrics {
         accounts.register(&mut registry);
         let certificates = CertificateMetrics::default();
         certificates.register(&mut registry);
+        let moves = MoveMetrics::default();
+        moves.register(&mut registry);
         let without_role = Counter::default();
         let help = "Requests of clients whose certificate has no role";
         registry.register("requests_without_role", help, without_role.clone());
@@ -151,6 +158,7 @@ impl Default for Metrics {
             backups,
             accounts,
             certificates,
+            moves,
             without_role,
             requests,
             latency,
@@ -195,6 +203,21 @@ impl Metrics {
     /// Expiry of the certificates.
     pub fn certificates(&self) -> &CertificateMetrics {
         &self.0.certificates
+    }
+
+    /// Publishes the moves that are not complete, and how much of each is copied.
+    pub fn moves(&self, rows: &[MoveRow], copied: impl Fn(&VolumeId) -> Option<u64>) {
+        self.0.moves.set(rows, copied);
+    }
+
+    /// Counts a move that cannot go on for a new reason.
+    pub fn move_delayed(&self) {
+        self.0.moves.failed();
+    }
+
+    /// Counts a completed move.
+    pub fn move_completed(&self) {
+        self.0.moves.completed();
     }
 
     /// Counts a request of a client without a role.

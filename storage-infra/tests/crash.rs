@@ -12,8 +12,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use infra_api::{
-    Attachment, AttachmentId, ClientError, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId, Volume,
-    VolumeId, VolumeSize, VolumeSpec, VolumeState,
+    Attachment, AttachmentId, ClientError, MoveSpec, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId,
+    Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use support::*;
 use uuid::Uuid;
@@ -39,6 +39,7 @@ enum Operation {
     Adopt,
     AdoptImage,
     Release,
+    Move,
 }
 
 use Operation::*;
@@ -152,6 +153,17 @@ impl Round {
                     result => result.map(drop),
                 }
             }
+            Move => {
+                let spec = MoveSpec { pool: PoolName::new("far").unwrap(), bytes_per_second: None };
+                client.move_volume(&self.volume, &spec).await?;
+                until("the move is complete", async || match client.get_volume(&self.volume).await {
+                    Ok(found) => found.is_some_and(|volume| volume.moving.is_none()),
+                    // The server crashed.
+                    Err(_) => true,
+                })
+                .await;
+                client.get_volume(&self.volume).await.map(drop)
+            }
             AddPool => client.put_pool(&self.pool, &self.more()).await.map(drop),
             RemovePool => client.delete_pool(&self.pool).await,
         }
@@ -194,6 +206,10 @@ impl Round {
         assert_eq!(client.list_pools().await.unwrap().len(), if operation == AddPool { 3 } else { 2 });
         let limits = if operation == Limit { limit() } else { Qos::default() };
         let size = if operation == Grow { 2 * MIB } else { MIB };
+        if operation == Move {
+            assert_eq!(volumes[0].pool.as_str(), "far");
+            assert!(!site.path("pool").join(format!("{}.raw", self.volume)).exists());
+        }
         for volume in &volumes {
             assert_eq!((volume.qos, volume.capacity_bytes), (limits, size));
             let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
@@ -292,7 +308,8 @@ async fn wait_until_idle(site: &Site) {
     until("all records are written", async || {
         let catalog = site.catalog();
         let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
-                        + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready')";
+                        + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
+                        + (SELECT count(*) FROM moves)";
         catalog.query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
     })
     .await;
@@ -384,6 +401,11 @@ async fn copies_are_complete_or_absent_after_a_crash_at_every_step() {
 #[tokio::test]
 async fn imports_adoptions_and_releases_are_complete_or_absent_after_a_crash_at_every_step() {
     crash_at_every_step(&[Import, Adopt, AdoptImage, Release]).await;
+}
+
+#[tokio::test]
+async fn a_detached_volume_has_one_file_after_a_crash_at_every_step_of_its_move() {
+    crash_at_every_step(&[Move]).await;
 }
 
 #[tokio::test]

@@ -119,7 +119,8 @@ async fn a_corrupt_row_prevents_the_start() {
     for broken in [
         "UPDATE volumes SET disk_uuid = 'no uuid' WHERE id = 'w'",
         "UPDATE volumes SET spec = '{' WHERE id = 'w'",
-        "PRAGMA foreign_keys = OFF; UPDATE volumes SET pool = 'none' WHERE id = 'w'",
+        "PRAGMA foreign_keys = OFF; DROP TRIGGER volumes_change_their_pool_by_moves; \
+         UPDATE volumes SET pool = 'none' WHERE id = 'w'",
     ] {
         let good = backup(&site);
         site.catalog().execute_batch(broken).unwrap();

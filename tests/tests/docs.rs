@@ -44,6 +44,7 @@ const NOT_RUN: [(&str, &str); 19] = [
         "formats disks; the module pools, and storage-infra's own tests, run the commands",
     ),
     ("docs/guides/machines.md", "registers a VM by hand; the module machines does what mgmt-csi does"),
+    ("docs/guides/moves.md", "needs two pools of its own; the module move_volume has them"),
     ("docs/guides/onboarding.md", "needs the charts in pods; the module onboarding adds and removes guests"),
     ("docs/guides/recover-the-infra.md", "presupposes a lost catalog; the tests of storage-infra have one"),
     ("docs/guides/runbooks/alerts.md", "presupposes a fault and pods; the module alerts causes the faults"),

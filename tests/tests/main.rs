@@ -43,6 +43,7 @@ mod machines;
 mod metadata;
 mod metrics;
 mod modify;
+mod move_volume;
 mod node;
 mod node_loss;
 mod onboarding;

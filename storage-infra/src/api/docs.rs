@@ -8,7 +8,7 @@ use serde_json::Value;
 use utoipa::OpenApi;
 
 use super::documentation::{ClientCertificates, Errors, Integers, RequestIds};
-use super::{budgets, events, handlers, suspensions, transfers};
+use super::{budgets, events, handlers, moves, suspensions, transfers};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -45,6 +45,10 @@ use super::{budgets, events, handlers, suspensions, transfers};
         suspensions::resume_volume,
         suspensions::suspend_pool,
         suspensions::resume_pool,
+        moves::move_volume,
+        moves::cancel_move,
+        moves::drain_pool,
+        moves::cancel_drain,
         budgets::put_budget,
         budgets::list_budgets,
         budgets::get_budget,

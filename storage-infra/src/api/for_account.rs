@@ -16,7 +16,7 @@ impl ForAccount for Volume {
     fn for_account(self) -> Self {
         let condition = Condition { message: None, ..self.condition };
         let labels = labels_of(&self.owner, self.labels);
-        Self { attached_to: Vec::new(), source: None, condition, labels, ..self }
+        Self { attached_to: Vec::new(), source: None, condition, labels, moving: None, ..self }
     }
 }
 

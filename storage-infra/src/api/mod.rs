@@ -9,6 +9,7 @@ mod events;
 pub(crate) mod extract;
 mod for_account;
 mod handlers;
+mod moves;
 mod objects;
 mod ops;
 mod roles;
@@ -65,6 +66,8 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
             "/v1/volumes/{id}/suspension",
             put(suspensions::suspend_volume).delete(suspensions::resume_volume),
         )
+        .route("/v1/volumes/{id}/move", put(moves::move_volume).delete(moves::cancel_move))
+        .route("/v1/pools/{name}/drain", put(moves::drain_pool).delete(moves::cancel_drain))
         .route("/v1/pools/{name}/suspension", put(suspensions::suspend_pool).delete(suspensions::resume_pool))
         .route("/v1/snapshots/{id}/data", get(transfers::export_snapshot))
         .route("/v1/budgets", get(budgets::list_budgets))

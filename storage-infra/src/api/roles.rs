@@ -30,6 +30,10 @@ pub(super) enum Operation {
     ResumeVolume,
     SuspendPool,
     ResumePool,
+    MoveVolume,
+    CancelMove,
+    DrainPool,
+    CancelDrain,
     ListBudgets,
     GetBudget,
     PutBudget,
@@ -57,7 +61,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 45] = [
+const ROUTES: [(&str, &str, Operation); 49] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -79,6 +83,10 @@ const ROUTES: [(&str, &str, Operation); 45] = [
     ("DELETE", "/v1/volumes/{id}/suspension", ResumeVolume),
     ("PUT", "/v1/pools/{name}/suspension", SuspendPool),
     ("DELETE", "/v1/pools/{name}/suspension", ResumePool),
+    ("PUT", "/v1/volumes/{id}/move", MoveVolume),
+    ("DELETE", "/v1/volumes/{id}/move", CancelMove),
+    ("PUT", "/v1/pools/{name}/drain", DrainPool),
+    ("DELETE", "/v1/pools/{name}/drain", CancelDrain),
     ("GET", "/v1/budgets", ListBudgets),
     ("GET", "/v1/budgets/{account}", GetBudget),
     ("PUT", "/v1/budgets/{account}", PutBudget),
@@ -124,7 +132,7 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | DeleteSavedState | DeleteHost | SuspendVolume | ResumeVolume | SuspendPool
-        | ResumePool => &[Role::Operator],
+        | ResumePool | MoveVolume | CancelMove | DrainPool | CancelDrain => &[Role::Operator],
         PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | AdoptVolume
         | ReleaseVolume => &[Role::Operator],
     };

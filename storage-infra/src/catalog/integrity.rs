@@ -161,6 +161,7 @@ pub(super) fn read_all(tx: &Tx<'_>) -> Result<Registered> {
     tx.volumes(None, "", usize::MAX >> 1)?;
     tx.snapshots(None, None, "", usize::MAX >> 1)?;
     tx.attachments(None, None)?;
+    tx.moves()?;
     Registered::of(tx)
 }
 

@@ -9,6 +9,7 @@ pub mod backup;
 mod budgets;
 mod group_commit;
 pub mod integrity;
+mod moves;
 mod nodes;
 mod pools;
 mod records;
@@ -27,6 +28,7 @@ use std::time::{Duration, Instant};
 use rusqlite::{Connection, ErrorCode};
 
 pub use attachments::{AttachmentRow, Blank};
+pub use moves::MoveRow;
 pub use nodes::NodeRow;
 pub use pools::{InPool, PoolRow};
 pub use snapshots::SnapshotRow;

@@ -135,10 +135,13 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Number of volumes of an anti-affinity group in each pool that holds one.
+    /// Number of volumes of an anti-affinity group in each pool that holds one. A volume that is moved counts in both pools.
     pub fn count_by_pool(&self, group: &str) -> Result<HashMap<PoolName, u64>> {
         self.0
-            .prepare_cached(&format!("SELECT pool, count(*) FROM volumes WHERE {OF_GROUP} GROUP BY pool"))?
+            .prepare_cached(&format!(
+                "SELECT pool, count(*) FROM (SELECT pool FROM volumes WHERE {OF_GROUP} \
+                 UNION ALL SELECT pool FROM moves WHERE volume IN (SELECT id FROM volumes WHERE {OF_GROUP})) GROUP BY pool"
+            ))?
             .query_map([group], |row| Ok((row.get::<_, String>(0)?, row.get(1)?)))?
             .map(|row| {
                 let (name, count) = row?;

@@ -4,6 +4,7 @@ use rusqlite::Connection;
 
 use super::CatalogError;
 use super::budgets::ACCOUNTS;
+use super::moves::MOVES;
 use super::suspensions::SUSPENSIONS;
 use super::transfers::TRANSFERS;
 
@@ -21,6 +22,7 @@ const MIGRATIONS: &[&str] = &[
     ACCOUNTS,
     TRANSFERS,
     SUSPENSIONS,
+    MOVES,
 ];
 
 const FIRST: &str = "
@@ -384,7 +386,15 @@ mod tests {
             ("UPDATE volumes SET grow_to = 50 WHERE id = 'c'".to_owned(), 130, 50),
             ("UPDATE volumes SET capacity = grow_to, grow_to = NULL WHERE id = 'c'".to_owned(), 130, 50),
             ("UPDATE snapshots SET reserved = 1 WHERE id = 't'".to_owned(), 128, 50),
-            ("UPDATE volumes SET pool = 'p' WHERE id = 'c'".to_owned(), 178, 0),
+            (
+                "INSERT INTO moves (volume, pool, phase, reserved, started_at) VALUES ('c', 'p', 'copying', 50, 'now')"
+                    .to_owned(),
+                178,
+                50,
+            ),
+            ("UPDATE volumes SET pool = 'p' WHERE id = 'c'".to_owned(), 228, 0),
+            ("UPDATE moves SET pool = 'q', phase = 'removing'".to_owned(), 178, 50),
+            ("DELETE FROM moves".to_owned(), 178, 0),
             ("DELETE FROM volumes WHERE id = 'b'".to_owned(), 158, 0),
             ("DELETE FROM snapshots".to_owned(), 150, 0),
             ("DELETE FROM volumes".to_owned(), 0, 0),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use infra_api::stream::{Checksum, Position};
-use infra_api::{ProblemCode, Suspension, VolumeId};
+use infra_api::{MovePhase, PoolName, ProblemCode, Suspension, VolumeId};
 use rusqlite::{OptionalExtension, Row, params};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -62,6 +62,8 @@ pub enum Hold {
     Release(PathBuf),
     /// It is suspended, by itself or with its pool: it must be neither attached nor changed.
     Suspended(Suspended, Suspension),
+    /// It is being moved to or from this pool: its size must not change, and its file must exist.
+    Moved(PoolName, MovePhase),
 }
 
 impl Hold {
@@ -69,6 +71,7 @@ impl Hold {
     pub fn allows_reading(&self) -> bool {
         match self {
             Self::Export | Self::Suspended(..) => true,
+            Self::Moved(_, phase) => *phase != MovePhase::Switching,
             Self::Release(_) => false,
         }
     }
@@ -77,7 +80,8 @@ impl Hold {
     pub fn allows_attaching(&self, read_only: bool) -> bool {
         match self {
             Self::Export => read_only,
-            Self::Release(_) | Self::Suspended(..) => false,
+            Self::Release(_) | Self::Suspended(..) | Self::Moved(_, MovePhase::Switching) => false,
+            Self::Moved(..) => true,
         }
     }
 
@@ -85,6 +89,7 @@ impl Hold {
     pub fn code(&self, otherwise: ProblemCode) -> ProblemCode {
         match self {
             Self::Suspended(..) => ProblemCode::Suspended,
+            Self::Moved(..) => ProblemCode::Unavailable,
             Self::Export | Self::Release(_) => otherwise,
         }
     }
@@ -95,6 +100,14 @@ impl fmt::Display for Hold {
         match self {
             Self::Export => f.write_str("is being exported; retry after the export, or end it"),
             Self::Release(path) => write!(f, "is being released to {}; retry", path.display()),
+            Self::Moved(pool, MovePhase::Removing) => {
+                write!(f, "was moved, and its old file in the pool {pool} is being removed; retry")
+            }
+            Self::Moved(pool, phase) => write!(
+                f,
+                "is being moved to the pool {pool} ({phase}); retry after the move, or cancel it: storage-infra volume move \
+                 --cancel"
+            ),
             Self::Suspended(Suspended::Volume(id), Suspension { reason, since }) => {
                 write!(
                     f,
@@ -201,8 +214,10 @@ impl Tx<'_> {
             return Ok(Some(suspended));
         }
         let sql = "SELECT 1 FROM exports WHERE volume = ?1 LIMIT 1";
-        let exported = self.0.prepare_cached(sql)?.exists([volume.as_str()])?;
-        Ok(exported.then_some(Hold::Export))
+        if self.0.prepare_cached(sql)?.exists([volume.as_str()])? {
+            return Ok(Some(Hold::Export));
+        }
+        Ok(self.volume_move(volume)?.map(|row| Hold::Moved(row.pool, row.phase)))
     }
 
     /// Records that an export of a volume is running.

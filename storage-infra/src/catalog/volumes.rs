@@ -164,12 +164,13 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Reservations of all volumes and snapshots.
+    /// Reservations of all volumes and snapshots, and of the other files of moves.
     pub fn reservations(&self) -> Result<Vec<Reservation>> {
         self.0
             .prepare_cached(
                 "SELECT 0, id, pool, max(capacity, coalesce(grow_to, 0)), family FROM volumes \
-                 UNION ALL SELECT 1, id, pool, reserved, family FROM snapshots",
+                 UNION ALL SELECT 1, id, pool, reserved, family FROM snapshots \
+                 UNION ALL SELECT 0, m.volume, m.pool, m.reserved, v.family FROM moves m JOIN volumes v ON v.id = m.volume",
             )?
             .query_map([], |row| {
                 let (is_snapshot, id, pool): (bool, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use infra_api::{
-    Attachment, Budget, BudgetSpec, Capacity, ClassLimits, ClassUsage, Labels, Node, Pool, PoolName, Qos,
-    Snapshot, Volume, VolumeSource,
+    Attachment, Budget, BudgetSpec, Capacity, ClassLimits, ClassUsage, Labels, Move, Node, Pool, PoolName,
+    Qos, Snapshot, Undrained, Volume, VolumeSource,
 };
 use process_kit::table;
 use serde::Serialize;
@@ -142,7 +142,7 @@ impl Row for Volume {
         vec![
             self.id.to_string(),
             show(self.capacity_bytes),
-            self.pool.to_string(),
+            pool_of(self),
             dash(self.zone.clone().unwrap_or_default()),
             state(self.state, self.copied_bytes, self.capacity_bytes),
             self.shareable.to_string(),
@@ -153,6 +153,28 @@ impl Row for Volume {
             self.created_at.clone(),
             if self.condition.healthy { "ok".into() } else { wrong() },
         ]
+    }
+}
+
+impl Row for Undrained {
+    const HEADER: &'static [&'static str] = &["VOLUME", "MOVES TO", "MESSAGE"];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.volume.to_string(),
+            dash(self.to.as_ref().map(ToString::to_string).unwrap_or_default()),
+            dash(self.message.clone().unwrap_or_default()),
+        ]
+    }
+}
+
+/// The pool of a volume, and where it is moved to.
+fn pool_of(volume: &Volume) -> String {
+    match &volume.moving {
+        Some(Move { to, phase, copied_bytes, .. }) if *to != volume.pool => {
+            format!("{} -> {to} ({})", volume.pool, state(phase, *copied_bytes, volume.capacity_bytes))
+        }
+        _ => volume.pool.to_string(),
     }
 }
 

@@ -18,6 +18,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use infra_api::{SnapshotId, VolumeId};
 use uuid::Uuid;
@@ -62,6 +63,8 @@ pub enum Method {
 pub struct CopyProgress {
     copied: AtomicU64,
     cancelled: AtomicBool,
+    /// Maximum bytes per second; 0 without a limit.
+    rate: AtomicU64,
 }
 
 impl CopyProgress {
@@ -73,6 +76,19 @@ impl CopyProgress {
     /// Requests that the copy stop before it is complete.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    /// Limits the copy to this many bytes per second, from now on.
+    pub fn set_rate(&self, rate: Option<u64>) {
+        self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    /// How long the next copy of this many bytes must wait.
+    fn pause_after(&self, bytes: u64) -> Duration {
+        match self.rate.load(Ordering::Relaxed) {
+            0 => Duration::ZERO,
+            rate => Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / rate),
+        }
     }
 
     fn is_cancelled(&self) -> bool {

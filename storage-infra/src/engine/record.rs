@@ -82,6 +82,12 @@ pub struct VolumeRecord {
     /// Whom the volume counts for. `None` if an earlier version wrote the record.
     #[serde(default)]
     pub owner: Option<Owner>,
+    /// The file is the target of a move that is not complete: another pool has the volume's data.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unfinished_move: bool,
+    /// The pool from which the volume was moved, until the old file there is removed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_from: Option<PoolName>,
     /// Attachments that may have the volume.
     #[serde(default)]
     pub holders: Vec<RecordedAttachment>,

@@ -26,10 +26,10 @@ use tokio::process::Command;
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power as NodePower,
-    Presence, Result, wwn,
+    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, MirroredDisk, NodeFacts, PausedVm,
+    Power as NodePower, Presence, Result, wwn,
 };
-use crate::hypervisor::DiskLocation;
+use crate::hypervisor::{DiskLocation, DiskSource};
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -157,6 +157,11 @@ impl Backing {
         // Some versions of losetup pad the numbers with spaces.
         device.inode == self.inode && device.filesystem.trim() == self.filesystem
     }
+}
+
+fn no_copies(disk: &Disk) -> HypervisorError {
+    let why = "hypervisors of kind loop cannot exchange the file of an attached disk; detach it first";
+    HypervisorError::Refused(format!("the disk {}: {why}", disk.uuid))
 }
 
 impl LoopDevices {
@@ -449,6 +454,32 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn unpause(&self, _: Uuid) -> Result<()> {
+        Ok(())
+    }
+
+    fn can_mirror(&self) -> bool {
+        false
+    }
+
+    async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk> {
+        let power = self.facts(node)?.power;
+        let source = self.attached_device(node, disk).await?.map(|_| disk.source.location());
+        Ok(MirroredDisk { power, source, mirror: None })
+    }
+
+    async fn start_mirror(&self, _: Uuid, disk: &Disk, _: &DiskSource, _: Option<u64>) -> Result<()> {
+        Err(no_copies(disk))
+    }
+
+    async fn set_mirror_rate(&self, _: Uuid, disk: &Disk, _: Option<u64>) -> Result<()> {
+        Err(no_copies(disk))
+    }
+
+    async fn pivot(&self, _: Uuid, disk: &Disk) -> Result<()> {
+        Err(no_copies(disk))
+    }
+
+    async fn cancel_mirror(&self, _: Uuid, _: &Disk) -> Result<()> {
         Ok(())
     }
 

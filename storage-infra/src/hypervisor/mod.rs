@@ -160,6 +160,28 @@ pub enum DetachOutcome {
     StillAttached(String),
 }
 
+/// Copy of an attached disk into another file while the virtual machine writes: writes reach both from then on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mirror {
+    /// The other file.
+    pub to: DiskLocation,
+    /// Whether all data was copied, so that the virtual machine can change to the other file.
+    pub ready: bool,
+    /// Bytes copied so far, and bytes to copy in all, if the hypervisor reports them.
+    pub progress: Option<(u64, u64)>,
+}
+
+/// An attached disk, and a copy of it that may be running.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MirroredDisk {
+    /// Power state of the virtual machine.
+    pub power: Power,
+    /// What the disk has open; `None` if the virtual machine does not have the disk.
+    pub source: Option<DiskLocation>,
+    /// The copy.
+    pub mirror: Option<Mirror>,
+}
+
 /// One hypervisor. Its calls have no timeout: a caller keeps the volume locked until the call returns, and only lets
 /// its own callers time out.
 ///
@@ -213,6 +235,25 @@ pub trait Hypervisor: Send + Sync {
 
     /// Resumes a virtual machine that was paused on request. Does nothing to any other virtual machine.
     async fn unpause(&self, node: Uuid) -> Result<()>;
+
+    /// Whether it can copy an attached disk into another file.
+    fn can_mirror(&self) -> bool;
+
+    /// Reads what an attached disk has open, and the copy that is running.
+    async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk>;
+
+    /// Starts copying an attached disk into another file of the same size, at most this many bytes per second. Detaching the
+    /// disk ends the copy.
+    async fn start_mirror(&self, node: Uuid, disk: &Disk, to: &DiskSource, rate: Option<u64>) -> Result<()>;
+
+    /// Changes the rate of a running copy.
+    async fn set_mirror_rate(&self, node: Uuid, disk: &Disk, rate: Option<u64>) -> Result<()>;
+
+    /// Ends a copy that is ready: the disk has the other file open from then on.
+    async fn pivot(&self, node: Uuid, disk: &Disk) -> Result<()>;
+
+    /// Ends a copy: the disk keeps its file. Succeeds if none is running.
+    async fn cancel_mirror(&self, node: Uuid, disk: &Disk) -> Result<()>;
 
     /// Powers a virtual machine off without shutting down its operating system, and returns when live state shows that.
     /// Succeeds if it is off.

@@ -16,10 +16,10 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
-    Result, wwn,
+    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, Mirror, MirroredDisk, NodeFacts,
+    PausedVm, Power, Presence, Result, wwn,
 };
-use crate::hypervisor::DiskLocation;
+use crate::hypervisor::{DiskLocation, DiskSource};
 
 /// Maximum number of disks per virtual machine, as with libvirt and the expected controllers.
 const MAX_DISKS: u32 = 128;
@@ -43,6 +43,9 @@ pub struct Simulated {
 struct DiskRecord {
     path: PathBuf,
     read_only: bool,
+    /// The file into which it is copied.
+    #[serde(default)]
+    mirror: Option<PathBuf>,
 }
 
 fn facts(power: Power) -> NodeFacts {
@@ -83,6 +86,13 @@ impl Simulated {
         Ok(Power::Off { shut_down: true })
     }
 
+    fn record(&self, node: Uuid, disk: &Disk) -> Result<DiskRecord> {
+        let path = self.record_path(node, disk);
+        let text = fs::read(&path).map_err(uncertain("read", &path))?;
+        serde_json::from_slice(&text)
+            .map_err(|error| HypervisorError::Uncertain(format!("cannot decode {}: {error}", path.display())))
+    }
+
     fn has(&self, node: Uuid, disk: &Disk) -> bool {
         self.record_path(node, disk).exists()
     }
@@ -92,6 +102,12 @@ impl Simulated {
 fn disks(dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = entries(dir)?.into_iter();
     Ok(entries.filter(|(name, _)| name.parse::<Uuid>().is_ok()).map(|(_, path)| path).collect())
+}
+
+fn write(path: &Path, record: &DiskRecord) -> Result<()> {
+    let text = serde_json::to_vec(record)
+        .map_err(|error| HypervisorError::Uncertain(format!("cannot encode {}: {error}", path.display())))?;
+    fs::write(path, text).map_err(uncertain("write", path))
 }
 
 fn remove(path: &Path) -> Result<()> {
@@ -185,11 +201,8 @@ impl Hypervisor for Simulated {
         let (dir, path) = (self.dir(node), self.record_path(node, disk));
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let file = disk.source.file().map_err(HypervisorError::Refused)?;
-        let record = DiskRecord { path: file.to_owned(), read_only: disk.read_only };
-        let text = serde_json::to_vec(&record).map_err(|error| {
-            HypervisorError::Uncertain(format!("cannot encode the record of the disk {}: {error}", disk.uuid))
-        })?;
-        fs::write(&path, text).map_err(uncertain("write", &path))
+        let record = DiskRecord { path: file.to_owned(), read_only: disk.read_only, mirror: None };
+        write(&path, &record)
     }
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
@@ -226,6 +239,49 @@ impl Hypervisor for Simulated {
 
     async fn unpause(&self, _: Uuid) -> Result<()> {
         Ok(())
+    }
+
+    fn can_mirror(&self) -> bool {
+        true
+    }
+
+    async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk> {
+        let power = self.state(node).await?;
+        let record = if self.has(node, disk) { Some(self.record(node, disk)?) } else { None };
+        let (source, mirror) = record.map(|one| (one.path, one.mirror)).unzip();
+        let mirror =
+            mirror.flatten().map(|to| Mirror { to: DiskLocation::File(to), ready: true, progress: None });
+        Ok(MirroredDisk { power, source: source.map(DiskLocation::File), mirror })
+    }
+
+    async fn start_mirror(&self, node: Uuid, disk: &Disk, to: &DiskSource, _: Option<u64>) -> Result<()> {
+        self.state(node).await?;
+        let to = to.file().map_err(HypervisorError::Refused)?;
+        let record = self.record(node, disk)?;
+        // It does no I/O: the copy is complete at once.
+        fs::File::open(&record.path)
+            .and_then(|mut from| io::copy(&mut from, &mut fs::File::options().write(true).open(to)?))
+            .map_err(uncertain("copy into", to))?;
+        write(&self.record_path(node, disk), &DiskRecord { mirror: Some(to.to_owned()), ..record })
+    }
+
+    async fn set_mirror_rate(&self, _: Uuid, _: &Disk, _: Option<u64>) -> Result<()> {
+        Ok(())
+    }
+
+    async fn pivot(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let DiskRecord { read_only, mirror, .. } = self.record(node, disk)?;
+        let none = || HypervisorError::Refused(format!("the disk {} is not being copied", disk.uuid));
+        let record = DiskRecord { path: mirror.ok_or_else(none)?, read_only, mirror: None };
+        write(&self.record_path(node, disk), &record)
+    }
+
+    async fn cancel_mirror(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        if !self.has(node, disk) {
+            return Ok(());
+        }
+        let record = self.record(node, disk)?;
+        write(&self.record_path(node, disk), &DiskRecord { mirror: None, ..record })
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {
@@ -268,6 +324,33 @@ mod tests {
         assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));
         assert_eq!(hypervisor().detach(node, &disk).await.unwrap(), DetachOutcome::Detached);
         assert!(hypervisor().attached_disks().await.unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_copied_and_changes_to_the_copy_unless_that_is_cancelled() {
+        let root = tempfile::tempdir().unwrap();
+        let hypervisor = Simulated::new(root.path().join("nodes"), Duration::ZERO);
+        let [from, to] = ["from", "to"].map(|name| root.path().join(name));
+        fs::write(&from, "data").unwrap();
+        fs::write(&to, "").unwrap();
+        let (node, source) = (Uuid::new_v4(), DiskSource::File(from.clone()));
+        let disk = Disk { source: source.clone(), ..disk() };
+        hypervisor.attach(node, &disk).await.unwrap();
+        let other = DiskSource::File(to.clone());
+        hypervisor.start_mirror(node, &disk, &other, None).await.unwrap();
+        let mirrored = hypervisor.mirrored(node, &disk).await.unwrap();
+        assert_eq!(
+            (mirrored.source, mirrored.mirror.map(|one| one.ready)),
+            (Some(source.location()), Some(true))
+        );
+        assert_eq!(fs::read(&to).unwrap(), b"data");
+        hypervisor.cancel_mirror(node, &disk).await.unwrap();
+        assert_eq!(hypervisor.mirrored(node, &disk).await.unwrap().mirror, None);
+        hypervisor.pivot(node, &disk).await.unwrap_err();
+        hypervisor.start_mirror(node, &disk, &other, None).await.unwrap();
+        hypervisor.pivot(node, &disk).await.unwrap();
+        let mirrored = hypervisor.mirrored(node, &disk).await.unwrap();
+        assert_eq!((mirrored.source, mirrored.mirror), (Some(other.location()), None));
     }
 
     #[tokio::test]

@@ -58,15 +58,21 @@ impl Plan {
     ) -> Self {
         let mut plan = Self::default();
         let mut records = HashMap::new();
+        let old = moved_away(scans);
         for scan in scans {
-            plan.pool(scan, &mut records);
+            plan.pool(scan, &old, &mut records);
         }
         plan.find_duplicates();
         plan.attachments(scans, attached_disks, &mut records, nodes, now);
         plan
     }
 
-    fn pool(&mut self, scan: &PoolScan, records: &mut HashMap<VolumeId, VolumeRecord>) {
+    fn pool(
+        &mut self,
+        scan: &PoolScan,
+        old: &HashSet<(PoolName, Uuid)>,
+        records: &mut HashMap<VolumeId, VolumeRecord>,
+    ) {
         let dir = scan.dir.display();
         let Some(Record::Pool(record)) = &scan.pool else {
             self.conflicts.push(format!(
@@ -97,6 +103,13 @@ impl Plan {
         for file in &scan.files {
             let path = scan.dir.join(&file.name);
             match identified(file) {
+                Ok(Record::Volume(record)) if old.contains(&(pool.clone(), record.disk_uuid)) => {
+                    self.notes.push(format!(
+                        "{} is left alone: the volume {} was moved to another pool, which has its data",
+                        path.display(),
+                        record.id
+                    ));
+                }
                 Ok(Record::Volume(record)) => {
                     self.revision = self.revision.max(record.revision);
                     self.volumes.push(volume(record, file, pool));
@@ -241,6 +254,16 @@ impl Plan {
     }
 }
 
+/// Pools and disk UUIDs of volumes that were moved to another pool: records there say so.
+fn moved_away(scans: &[PoolScan]) -> HashSet<(PoolName, Uuid)> {
+    let records = scans.iter().flat_map(|scan| &scan.files).filter_map(|file| identified(file).ok());
+    let old = |record: &Record| match record {
+        Record::Volume(record) => Some((record.moved_from.clone()?, record.disk_uuid)),
+        Record::Pool(_) | Record::Snapshot(_) => None,
+    };
+    records.filter_map(old).collect()
+}
+
 /// The record of a file, if the file certainly is the object in its record.
 pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
     let record = match &file.record {
@@ -253,6 +276,11 @@ pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
         Record::Snapshot(record) => record.capacity,
         Record::Pool(_) => return Err("it has a pool's record".into()),
     };
+    if let Record::Volume(record) = record
+        && record.unfinished_move
+    {
+        return Err("it is the unfinished copy of a move; another pool has the volume's data".into());
+    }
     let object = record.object();
     if object != file.object {
         let object = object.map(|object| object.to_string()).unwrap_or_default();
@@ -346,6 +374,8 @@ mod tests {
             written: false,
             revision: 5,
             owner: None,
+            unfinished_move: false,
+            moved_from: None,
             holders,
         };
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))
@@ -428,6 +458,33 @@ mod tests {
             ("w", Access::SingleNode, Uuid::from_u128(9))
         );
         assert!(plan.notes[0].contains("without a recorded attachment"), "{:?}", plan.notes);
+    }
+
+    fn marked(mut file: FoundFile, mark: impl FnOnce(&mut VolumeRecord)) -> FoundFile {
+        let Ok(Some(Record::Volume(record))) = &mut file.record else { panic!("{file:?}") };
+        mark(record);
+        file
+    }
+
+    #[test]
+    fn of_the_two_files_of_a_move_the_record_tells_which_has_the_data() {
+        let copy = marked(volume("v", 1, Vec::new()), |record| record.unfinished_move = true);
+        let moved = marked(volume("w", 2, vec![holder("a", 7)]), |record| {
+            record.moved_from = Some(PoolName::new("p").unwrap());
+        });
+        let pools = [
+            pool("p", vec![volume("v", 1, Vec::new()), volume("w", 2, vec![holder("old", 8)])]),
+            pool("q", vec![copy, moved]),
+        ];
+        let plan = Plan::new(&pools, &[attached(7, "/q/w.raw")], Vec::new(), "now");
+        assert!(plan.conflicts.is_empty(), "{:?}", plan.conflicts);
+        let places: Vec<_> = plan.volumes.iter().map(|row| (row.id.as_str(), row.pool.as_str())).collect();
+        assert_eq!(places, [("v", "p"), ("w", "q")]);
+        let ids: Vec<_> = plan.attachments.iter().map(|one| one.id.as_str()).collect();
+        assert_eq!(ids, ["a"]);
+        for part in ["/q/v.raw is left alone: it is the unfinished copy", "/p/w.raw is left alone"] {
+            assert!(plan.notes.iter().any(|note| note.contains(part)), "{part}: {:?}", plan.notes);
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use infra_api::{Change, Event, EventKind, ProblemCode, SnapshotId, VolumeId};
 use process_kit::keyed_lock::{KeyGuard, KeyedLock};
-use tokio::sync::{broadcast, oneshot};
+use tokio::sync::{Notify, broadcast, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
@@ -39,6 +39,7 @@ pub(super) struct Core {
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
     metrics: Metrics,
+    moves: Notify,
 }
 
 impl Core {
@@ -49,6 +50,7 @@ impl Core {
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
             metrics,
+            moves: Notify::new(),
         }
     }
 
@@ -58,6 +60,11 @@ impl Core {
 
     pub(super) fn metrics(&self) -> &Metrics {
         &self.metrics
+    }
+
+    /// Notified when a move can go on.
+    pub(super) fn moves(&self) -> &Notify {
+        &self.moves
     }
 
     /// Waits for a volume's lock.

@@ -22,6 +22,7 @@
 //! | `nodes` | registered nodes |
 //! | `volumes`, `snapshots` | create, change, delete |
 //! | `transfers` | exports and imports: streams of the content of volumes |
+//! | `moves` | moves of volumes to other pools, drains of pools |
 //! | `suspensions` | suspended volumes and pools, and the nodes paused for them |
 //! | `repair` | recovery at start-up, repair of drift, pool monitor, paused VMs |
 //! | `health` | health of the server |
@@ -35,6 +36,7 @@ mod files;
 mod health;
 mod hypervisors;
 mod lookups;
+mod moves;
 mod nodes;
 mod pools;
 mod power;
@@ -70,6 +72,7 @@ use repair::Unfinished;
 pub use attachments::{Attachments, Fencing, Progress, UnexpectedDisks, admission};
 pub use budgets::Budgets;
 pub use health::HealthCheck;
+pub use moves::Moves;
 pub use nodes::Nodes;
 pub use pools::{PoolCapacity, Pools};
 pub use power::PowerStates;
@@ -95,6 +98,7 @@ struct Components {
     copies: Arc<Copies>,
     transfers: Arc<Transfers>,
     suspensions: Arc<Suspensions>,
+    moves: Arc<Moves>,
     nodes: Arc<Nodes>,
     power: Arc<PowerStates>,
     attachments: Arc<Attachments>,
@@ -198,8 +202,13 @@ impl Service {
             records.clone(),
             volumes.clone(),
         ));
-        let snapshots =
-            Arc::new(Snapshots::new(core.clone(), engines.clone(), capacity.clone(), files, copies.clone()));
+        let snapshots = Arc::new(Snapshots::new(
+            core.clone(),
+            engines.clone(),
+            capacity.clone(),
+            files.clone(),
+            copies.clone(),
+        ));
         let transfers = Arc::new(Transfers::new(
             core.clone(),
             engines.clone(),
@@ -208,6 +217,17 @@ impl Service {
             copies.clone(),
         ));
         let suspensions = Arc::new(Suspensions::new(core.clone(), hypervisors.clone()));
+        let moves = Arc::new(Moves::new(moves::Uses {
+            core: core.clone(),
+            engines: engines.clone(),
+            hypervisors: hypervisors.clone(),
+            capacity: capacity.clone(),
+            records: records.clone(),
+            files,
+            copies: copies.clone(),
+            disks: disks.clone(),
+            unexpected_disks: unexpected_disks.clone(),
+        }));
         let unfinished = Arc::new(Unfinished::new(
             core.clone(),
             volumes.clone(),
@@ -246,6 +266,7 @@ impl Service {
             copies,
             transfers,
             suspensions,
+            moves,
             nodes,
             power,
             attachments,
@@ -324,6 +345,11 @@ impl Service {
     /// Suspensions of volumes and pools.
     pub fn suspensions(&self) -> &Arc<Suspensions> {
         &self.0.suspensions
+    }
+
+    /// Moves of volumes to other pools.
+    pub fn moves(&self) -> &Arc<Moves> {
+        &self.0.moves
     }
 
     /// The registered nodes.

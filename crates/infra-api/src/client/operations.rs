@@ -11,8 +11,9 @@ use super::error::Result;
 use crate::account::Account;
 use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
 use crate::model::{
-    Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec,
-    Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec, Volume, VolumeSize, VolumeSpec,
+    Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Drain, DrainSpec, Health, List,
+    MoveSpec, Node, NodeSpec, Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec, Volume,
+    VolumeSize, VolumeSpec,
 };
 use crate::problem::ObjectKind;
 
@@ -95,6 +96,26 @@ impl Client {
     /// Resumes a suspended pool. Succeeds if it is not suspended or does not exist.
     pub async fn resume_pool(&self, name: &PoolName) -> Result<()> {
         self.delete(&format!("/v1/pools/{name}/suspension")).await
+    }
+
+    /// Starts the move of a volume to another pool, or changes its rate. Returns once it is started.
+    pub async fn move_volume(&self, id: &VolumeId, spec: &MoveSpec) -> Result<Volume> {
+        self.put(&format!("/v1/volumes/{id}/move"), spec).await
+    }
+
+    /// Cancels the move of a volume. Succeeds if there is none.
+    pub async fn cancel_move(&self, id: &VolumeId) -> Result<()> {
+        self.delete(&format!("/v1/volumes/{id}/move")).await
+    }
+
+    /// Cordons a pool and starts the moves of its volumes to other pools, as far as possible.
+    pub async fn drain_pool(&self, name: &PoolName, spec: &DrainSpec) -> Result<Drain> {
+        self.put(&format!("/v1/pools/{name}/drain"), spec).await
+    }
+
+    /// Cancels the moves of a pool's volumes to other pools. The pool stays cordoned.
+    pub async fn cancel_drain(&self, name: &PoolName) -> Result<()> {
+        self.delete(&format!("/v1/pools/{name}/drain")).await
     }
 
     /// Sets the account that a volume counts for, and its class.

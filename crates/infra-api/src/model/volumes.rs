@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::labels::Labels;
+use super::moves::Move;
 use super::suspensions::Suspension;
 use crate::account::Account;
 use crate::ids::{PoolName, SnapshotId, VolumeId};
@@ -269,6 +270,9 @@ pub struct Volume {
     /// Present while the volume itself is suspended. Its pool can be suspended too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspension: Option<Suspension>,
+    /// Present while the volume is being moved to another pool.
+    #[serde(default, rename = "move", skip_serializing_if = "Option::is_none")]
+    pub moving: Option<Move>,
     /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,

@@ -4,6 +4,7 @@ mod attachments;
 mod budgets;
 mod disks;
 mod hypervisors;
+mod moves;
 mod nodes;
 mod pools;
 mod progress;

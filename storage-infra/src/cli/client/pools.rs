@@ -5,6 +5,7 @@ use clap::{Args, Subcommand};
 use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
 use super::disks::{self, DiscoverArgs, InitArgs};
+use super::moves::{self, DrainArgs};
 use super::suspensions::SuspensionArgs;
 use super::{ClientArgs, label};
 use crate::cli::output;
@@ -72,6 +73,8 @@ pub(in crate::cli) enum PoolCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Drain a pool: cordon it, and move its volumes to other pools by their placement. Can be repeated.
+    Drain(DrainArgs),
     /// Suspend a pool: it accepts no new volumes, and none of its volumes is attached, expanded or deleted until the pool is
     /// resumed.
     Suspend {
@@ -246,6 +249,7 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
         PoolCommand::Label { name, changes, client } => {
             change(&client, &name, |pool| relabel(&mut pool.labels, changes)).await
         }
+        PoolCommand::Drain(args) => moves::drain(args).await,
         PoolCommand::Suspend { name, suspension, client } => {
             output::one(client.output, &client.connect()?.suspend_pool(&name, &suspension.into()).await?)
         }

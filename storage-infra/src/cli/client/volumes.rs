@@ -10,6 +10,7 @@ use infra_api::{
 };
 use process_kit::duration;
 
+use super::moves::{self, MoveArgs};
 use super::suspensions::SuspensionArgs;
 use super::transfers::{self, ExportArgs, ImportArgs};
 use super::{ClientArgs, label, progress};
@@ -113,6 +114,8 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Move a volume to another pool, also while a VM writes to it. Snapshots of it stay in their pool.
+    Move(MoveArgs),
     /// Suspend a volume: it is not attached, expanded or deleted until it is resumed. Its snapshots and clones stay possible.
     Suspend {
         /// ID of the volume.
@@ -273,6 +276,7 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
                 }
             }
         }
+        VolumeCommand::Move(args) => moves::move_volume(args).await,
         VolumeCommand::Suspend { id, suspension, client } => {
             output::one(client.output, &client.connect()?.suspend_volume(&id, &suspension.into()).await?)
         }

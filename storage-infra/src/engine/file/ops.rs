@@ -104,6 +104,7 @@ pub(super) fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &CopyPro
             to.write_all_at(&buffer[..length], at).map_err(failed)?;
             at += length as u64;
             progress.set(at);
+            std::thread::sleep(progress.pause_after(length as u64));
         }
         if at >= bytes {
             break;

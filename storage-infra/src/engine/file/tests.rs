@@ -39,6 +39,8 @@ fn record(object: &Object, identity: u128) -> Record {
             written: false,
             revision: 5,
             owner: None,
+            unfinished_move: false,
+            moved_from: None,
             holders: Vec::new(),
         })),
         Object::Snapshot(id) => Record::Snapshot(SnapshotRecord {

@@ -9,6 +9,7 @@ mod connections;
 pub(crate) mod fuzzing;
 mod keyring;
 mod listing;
+mod mirror;
 mod paused;
 mod session;
 mod virsh;
@@ -24,8 +25,8 @@ use tokio::sync::Semaphore;
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
-    Result,
+    AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
+    PausedVm, Power, Presence, Result,
 };
 use connections::Connections;
 use session::{Session, Snapshot, max_disks};
@@ -156,6 +157,8 @@ impl Hypervisor for Libvirt {
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
         let uuid = disk.uuid;
+        // libvirt refuses to detach a disk that is being copied.
+        self.cancel_mirror(node, disk).await?;
         let (start, mut paused) = (Instant::now(), false);
         loop {
             match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, uuid)).await {
@@ -235,6 +238,33 @@ impl Hypervisor for Libvirt {
     async fn unpause(&self, node: Uuid) -> Result<()> {
         let _guard = self.changes.lock(node).await;
         self.with(move |session| session.unpause(node)).await
+    }
+
+    fn can_mirror(&self) -> bool {
+        true
+    }
+
+    async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk> {
+        self.read_copy(node, disk.uuid).await
+    }
+
+    async fn start_mirror(&self, node: Uuid, disk: &Disk, to: &DiskSource, rate: Option<u64>) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.start_copy(node, disk.uuid, to, rate).await
+    }
+
+    async fn set_mirror_rate(&self, node: Uuid, disk: &Disk, rate: Option<u64>) -> Result<()> {
+        self.set_copy_rate(node, disk.uuid, rate).await
+    }
+
+    async fn pivot(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.pivot_copy(node, disk.uuid).await
+    }
+
+    async fn cancel_mirror(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.abort_copy(node, disk.uuid).await
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {

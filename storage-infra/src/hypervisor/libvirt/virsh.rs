@@ -25,7 +25,7 @@ fn throttle_arguments(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Vec<Str
 }
 
 /// Runs `virsh` and returns its output.
-async fn virsh(uri: &str, action: &str, arguments: &[String]) -> Result<String> {
+pub(super) async fn virsh(uri: &str, action: &str, arguments: &[String]) -> Result<String> {
     let output = Command::new("virsh")
         .args(arguments)
         .env("LC_ALL", "C")

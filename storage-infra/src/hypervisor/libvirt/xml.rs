@@ -21,6 +21,8 @@ pub(super) struct LiveDisk {
     pub target: String,
     /// Where its data is, if that is a file or an RBD image.
     pub location: Option<DiskLocation>,
+    /// The copy of the disk that is running: where it goes, and whether it is ready.
+    pub mirror: Option<(DiskLocation, bool)>,
     /// Whether the guest cannot write.
     pub read_only: bool,
     /// The `<disk>` element, unchanged.
@@ -85,6 +87,7 @@ impl LiveDomain {
                                 .unwrap_or_default()
                                 .to_owned(),
                             location: child("source").and_then(location),
+                            mirror: child("mirror").and_then(mirror),
                             read_only: child("readonly").is_some(),
                             xml: text[device.range()].to_owned(),
                         });
@@ -215,6 +218,24 @@ fn attribute(text: Option<&str>) -> Result<String, AttachError> {
     Ok(escape(text))
 }
 
+/// Where the copy of a `<mirror>` element goes, and whether all data was copied.
+fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(DiskLocation, bool)> {
+    let source = element.children().find(|node| node.has_tag_name("source"));
+    // Before the copy has begun, only the element itself names the file.
+    let to = source.and_then(location).or_else(|| location(element))?;
+    Some((to, element.attribute("ready") == Some("yes")))
+}
+
+/// The XML of the file into which a disk is copied.
+pub(super) fn mirror_xml(to: &DiskSource) -> Result<String, String> {
+    let path = to.file()?.to_str().filter(|path| path.chars().all(is_attribute_text));
+    let path = path.ok_or_else(|| format!("the path {to:?} is not UTF-8 or has control characters"))?;
+    Ok(format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none' discard='unmap'/><source file='{}'/></disk>",
+        escape(path)
+    ))
+}
+
 /// The host's UUID in libvirt's capabilities XML.
 pub(super) fn host_uuid(capabilities: &str) -> Option<Uuid> {
     let document = roxmltree::Document::parse(capabilities).ok()?;
@@ -342,6 +363,23 @@ mod tests {
             full.max_disks() == 0
                 && matches!(full.disk_xml(&disk("/v", false)), Err(AttachError::NoFreeSlot(_)))
         );
+    }
+
+    #[test]
+    fn a_running_copy_is_read_with_its_file_and_whether_it_is_ready() {
+        let disk = |mirror: &str| {
+            let disk = format!("<disk><source file='/a'/>{mirror}<target dev='sda' bus='scsi'/></disk>");
+            domain(&disk).disks[0].clone()
+        };
+        assert_eq!(disk("").mirror, None);
+        let mirror = "<mirror type='file' job='copy'><source file='/b'/></mirror>";
+        let found = disk(mirror);
+        let [a, b] = ["/a", "/b"].map(|path| DiskLocation::File(path.into()));
+        assert_eq!((found.location, found.mirror), (Some(a), Some((b.clone(), false))));
+        let ready = disk(&mirror.replace("job='copy'", "job='copy' ready='yes'"));
+        assert_eq!(ready.mirror, Some((b, true)));
+        let xml = mirror_xml(&DiskSource::File("/pool/a'b.raw".into())).unwrap();
+        assert!(xml.contains("a&apos;b.raw"), "{xml}");
     }
 
     #[test]

@@ -194,7 +194,11 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, request: AttachRequest<'_>) -> Result
     let admission = admit(request, &facts, &now())?;
     match &admission {
         Admission::Exists(_) => {}
-        Admission::New(row) => tx.insert_attachment(row)?,
+        Admission::New(row) => {
+            // The copy of the detached volume is given up: an attach does not wait for it.
+            tx.interrupt_copy(&row.volume)?;
+            tx.insert_attachment(row)?;
+        }
         Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id, seconds())?,
     }
     Ok(admission)

@@ -11,6 +11,7 @@ use crate::audit;
 use crate::catalog::{AttachmentRow, Hold};
 use crate::service::core::seconds;
 use crate::service::disks::{AttachError, AttachmentContext};
+use crate::service::lookups::refuse_switching;
 use crate::service::problems::{Failure, Result};
 
 impl Attachments {
@@ -55,6 +56,7 @@ impl Attachments {
             .catalog()
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.attachment(&key)? else { return Ok(None) };
+                refuse_switching(tx, &row.volume)?;
                 let hold = tx.suspended_hold(&row.volume)?;
                 Ok(Some((AttachmentContext::of(tx, row)?, hold)))
             })

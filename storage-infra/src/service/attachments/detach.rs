@@ -8,6 +8,7 @@ use crate::catalog::{AttachmentRow, Tx};
 use crate::hypervisor::DetachOutcome;
 use crate::service::core::seconds;
 use crate::service::disks::AttachmentContext;
+use crate::service::lookups::refuse_switching;
 use crate::service::problems::Result;
 
 impl Attachments {
@@ -26,6 +27,7 @@ impl Attachments {
             .catalog()
             .run(move |tx| -> Result<_> {
                 let Some(row) = read_for_detach(tx, &key)? else { return Ok(None) };
+                refuse_switching(tx, &row.volume)?;
                 if row.state != AttachmentState::Detaching {
                     tx.set_attachment_state(&key, AttachmentState::Detaching, None)?;
                 }

@@ -50,7 +50,7 @@ impl NodeAttachment {
 impl Disks {
     /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
     /// and report its VM as off; or the VM is saved or runs elsewhere.
-    pub(super) async fn prove_detached(
+    pub(in crate::service) async fn prove_detached(
         &self,
         context: &AttachmentContext,
         disk: &Disk,

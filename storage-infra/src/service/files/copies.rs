@@ -67,12 +67,14 @@ pub(in crate::service) struct Copies {
     running: Mutex<HashMap<Object, Arc<CopyProgress>>>,
     permits: Semaphore,
     receivers: Receivers,
+    /// Bytes that hypervisors have copied of the disks of moving volumes.
+    mirrored: Mutex<HashMap<VolumeId, u64>>,
 }
 
 impl Copies {
     pub(in crate::service) fn new(engines: Arc<Engines>, files: Arc<ObjectFiles>) -> Self {
         let (running, permits) = (Mutex::default(), Semaphore::new(MAX_COPIES));
-        Self { engines, files, running, permits, receivers: Receivers::default() }
+        Self { engines, files, running, permits, receivers: Receivers::default(), mirrored: Mutex::default() }
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<CopyProgress>>> {
@@ -87,6 +89,31 @@ impl Copies {
     /// Bytes copied so far, if a copy of this object is running.
     pub(in crate::service) fn copied(&self, object: &Object) -> Option<u64> {
         self.table().get(object).map(|copying| copying.copied())
+    }
+
+    /// Changes the rate of a running copy.
+    pub(in crate::service) fn set_rate(&self, object: &Object, rate: Option<u64>) {
+        if let Some(copying) = self.table().get(object) {
+            copying.set_rate(rate);
+        }
+    }
+
+    fn mirrored(&self) -> MutexGuard<'_, HashMap<VolumeId, u64>> {
+        self.mirrored.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets how much a hypervisor has copied of a moving volume's disk; `None` if no copy is running.
+    pub(in crate::service) fn set_mirrored(&self, id: &VolumeId, bytes: Option<u64>) {
+        match bytes {
+            Some(bytes) => self.mirrored().insert(id.clone(), bytes),
+            None => self.mirrored().remove(id),
+        };
+    }
+
+    /// Bytes copied so far of a volume that is being moved, if a copy is running.
+    pub(in crate::service) fn moved(&self, id: &VolumeId) -> Option<u64> {
+        let mirrored = self.mirrored().get(id).copied();
+        mirrored.or_else(|| self.copied(&Object::Volume(id.clone())))
     }
 
     pub(in crate::service) fn is_running(&self, object: &Object) -> bool {
@@ -115,11 +142,24 @@ impl Copies {
         bytes: u64,
         record: Record,
     ) -> Result<bool> {
+        self.copy_at_rate(pool, origin, bytes, record, None).await
+    }
+
+    /// The same, with at most this many bytes per second.
+    pub(in crate::service) async fn copy_at_rate(
+        &self,
+        pool: &PoolRow,
+        origin: Origin,
+        bytes: u64,
+        record: Record,
+        rate: Option<u64>,
+    ) -> Result<bool> {
         let Some(object) = record.object() else {
             return Err(Failure::new(ProblemCode::Internal, "a pool cannot be the target of a copy"));
         };
         let object = &object;
         let copying = Arc::new(CopyProgress::default());
+        copying.set_rate(rate);
         self.table().insert(object.clone(), copying.clone());
         let result = match self.files.clear(pool, object.clone(), record.identity()).await {
             Ok(cleared) => Ok(self.run_copy(cleared, pool, origin, bytes, record, copying).await),

@@ -1,15 +1,21 @@
 //! What keeps a pool from being removed.
 
-use infra_api::{ObjectKind, PoolName, Problem, ProblemCode};
+use infra_api::{ObjectKind, PoolName, Problem, ProblemCode, VolumeId};
 
 use crate::catalog::{InPool, Tx};
 use crate::service::problems::Result;
 
+/// Number of moving volumes that a refusal names.
+const NAMED: usize = 5;
+
 /// Fails while the catalog has a volume or snapshot in the pool, also if its deletion was not completed.
 pub(super) fn refuse_while_in_use(tx: &Tx<'_>, pool: &PoolName) -> Result<()> {
     let (volumes, snapshots) = (tx.volumes_in_pool(pool)?, tx.snapshots_in_pool(pool)?);
-    let parts: Vec<String> =
-        [held("volume", &volumes), held("snapshot", &snapshots)].into_iter().flatten().collect();
+    let moves = tx.moves_with(pool)?;
+    let parts: Vec<String> = [held("volume", &volumes), held("snapshot", &snapshots), moving(&moves)]
+        .into_iter()
+        .flatten()
+        .collect();
     if parts.is_empty() {
         return Ok(());
     }
@@ -19,6 +25,14 @@ pub(super) fn refuse_while_in_use(tx: &Tx<'_>, pool: &PoolName) -> Result<()> {
         parts.join(" and ")
     );
     Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Pool, pool).into())
+}
+
+/// "files of 2 volumes that are being moved (a, b)".
+fn moving(volumes: &[VolumeId]) -> Option<String> {
+    let first: Vec<&str> = volumes.iter().take(NAMED).map(VolumeId::as_str).collect();
+    let more = if volumes.len() > NAMED { ", …" } else { "" };
+    let (count, names) = (volumes.len(), first.join(", "));
+    (count > 0).then(|| format!("files of {count} volumes that are being moved ({names}{more})"))
 }
 
 /// "12 volumes (a, b, c, d, e, …), 2 of them are being deleted".
@@ -52,5 +66,8 @@ mod tests {
         assert_eq!(held("volume", &of(1, 0, &["a"])).unwrap(), "1 volume (a)");
         let text = held("snapshot", &of(7, 2, &["a", "b"])).unwrap();
         assert_eq!(text, "7 snapshots (a, b, …), 2 of which are being deleted");
+        assert_eq!(moving(&[]), None);
+        let volumes: Vec<VolumeId> = ('a'..='f').map(|id| VolumeId::new(id.to_string()).unwrap()).collect();
+        assert_eq!(moving(&volumes).unwrap(), "files of 6 volumes that are being moved (a, b, c, d, e, …)");
     }
 }

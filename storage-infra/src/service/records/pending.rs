@@ -1,8 +1,8 @@
 //! The records of volumes and snapshots as they should be on disk, by the catalog.
 
 use infra_api::{
-    Access, Labels, NodeRef, NodeSpec, ObjectKind, Owner, Placement, Problem, ProblemCode, VolumeId,
-    VolumeSpec, VolumeState,
+    Access, Labels, MovePhase, NodeRef, NodeSpec, ObjectKind, Owner, Placement, PoolName, Problem,
+    ProblemCode, VolumeId, VolumeSpec, VolumeState,
 };
 
 use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
@@ -36,6 +36,8 @@ pub(in crate::service) fn volume_record(
         written: row.written,
         revision,
         owner: Some(row.owner.clone()),
+        unfinished_move: false,
+        moved_from: None,
         holders,
     }))
 }
@@ -77,6 +79,8 @@ pub(in crate::service) struct PendingRecord {
     /// Records on disk were newer than the catalog.
     is_stale: bool,
     holders: Vec<RecordedAttachment>,
+    /// The pool that may still have the old file of a volume that was moved.
+    moved_from: Option<PoolName>,
     pub(super) due: bool,
 }
 
@@ -91,11 +95,27 @@ impl PendingRecord {
         let holders = holders(tx, tx.attachments(None, Some(id))?)?;
         let revision = tx.volume_revision(id)?.unwrap_or(0);
         let (due, is_stale) = (tx.is_record_due(id)?, tx.is_stale_for_volume(id)?);
-        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, due }))
+        let moved = tx.volume_move(id)?.filter(|one| one.phase == MovePhase::Removing);
+        let moved_from = moved.map(|one| one.pool);
+        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, moved_from, due }))
     }
 
     pub(super) fn record(&self) -> Record {
-        volume_record(&self.row, self.revision, self.holders.clone())
+        self.marked(false, self.moved_from.clone())
+    }
+
+    /// The record of the other file of a move that is not complete.
+    pub(in crate::service) fn unfinished_move(&self) -> Record {
+        self.marked(true, None)
+    }
+
+    fn marked(&self, unfinished_move: bool, moved_from: Option<PoolName>) -> Record {
+        match volume_record(&self.row, self.revision, self.holders.clone()) {
+            Record::Volume(record) => {
+                Record::Volume(Box::new(VolumeRecord { unfinished_move, moved_from, ..*record }))
+            }
+            other => other,
+        }
     }
 
     /// Whether a record with this revision is newer than the catalog.

@@ -18,6 +18,7 @@ impl Volumes {
         self.core
             .run_to_completion(async move {
                 volumes.unexpected_disks.refuse(&id, None).await?;
+                volumes.end_move(&id).await?;
                 // Checked before taking the volume's lock, which a slow detach may hold.
                 let name = id.clone();
                 let copying = volumes
@@ -45,6 +46,22 @@ impl Volumes {
                 Ok(true)
             })
             .await
+    }
+
+    /// Requests the end of the move of a volume that is to be deleted: the deletion is refused until then, and repeated.
+    async fn end_move(&self, id: &VolumeId) -> Result<()> {
+        let name = id.clone();
+        let end = move |tx: &Tx<'_>| -> Result<_> {
+            let is_moving = tx.volume_move(&name)?.is_some() && tx.attachments(None, Some(&name))?.is_empty();
+            if is_moving {
+                tx.cancel_move(&name)?;
+            }
+            Ok(is_moving)
+        };
+        if self.core.catalog().run(end).await? {
+            self.core.moves().notify_one();
+        }
+        Ok(())
     }
 
     /// Checks whether a volume's bytes may be removed, before the deletion starts: a refused deletion changes

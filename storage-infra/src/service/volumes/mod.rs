@@ -18,7 +18,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use infra_api::{
-    Change, Condition, ConditionCause, EventKind, List, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL,
+    Change, Condition, ConditionCause, EventKind, List, Move, MovePhase, PoolName, Volume, VolumeId,
+    VolumeState, ZONE_LABEL,
 };
 
 use super::attachments::UnexpectedDisks;
@@ -30,7 +31,7 @@ use super::lookups::{pool_of, volume_in};
 use super::pools::{Engines, PoolCapacity};
 use super::problems::Result;
 use super::records::Records;
-use crate::catalog::{AllSuspensions, AttachmentRow, Hold, Tx, VolumeRow};
+use crate::catalog::{AllSuspensions, AttachmentRow, Hold, MoveRow, Tx, VolumeRow};
 use crate::engine::Object;
 use crate::scope::Scope;
 
@@ -89,6 +90,24 @@ fn suspended(id: &VolumeId, hold: &Hold) -> Condition {
     Condition { healthy: false, cause: Some(ConditionCause::Suspended), message }
 }
 
+/// A move of a volume whose data is in this pool.
+fn to_move(row: MoveRow, pool: &PoolName, copied_bytes: Option<u64>) -> Move {
+    let (from, to) = match row.phase {
+        MovePhase::Removing => (row.pool, pool.clone()),
+        _ => (pool.clone(), row.pool),
+    };
+    Move {
+        from,
+        to,
+        phase: row.phase,
+        copied_bytes,
+        bytes_per_second: row.rate,
+        cancelled: row.cancelled,
+        message: row.message,
+        started_at: row.started_at,
+    }
+}
+
 impl Volumes {
     pub(super) fn new(
         core: Arc<Core>,
@@ -111,23 +130,29 @@ impl Volumes {
             .read(move |tx| -> Result<_> {
                 let row = volume_in(tx, &scope, &id)?;
                 let pool = pool_of(tx, &row)?;
-                Ok((row, tx.attachments(None, Some(&id))?, pool, tx.suspensions()?))
+                Ok((row, tx.attachments(None, Some(&id))?, pool, (tx.suspensions()?, tx.volume_move(&id)?)))
             })
             .await?;
+        let (suspensions, moving) = suspensions;
         let zone = pool.spec.labels.get(ZONE_LABEL).cloned();
-        Ok(self.to_volume(row, &attachments, zone, &suspensions))
+        Ok(self.to_volume(row, &attachments, zone, &suspensions, moving))
     }
 
     /// One page of volumes with IDs after `after`.
     pub async fn list(&self, scope: &Scope, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
-        let (mut rows, attachments, pools, suspensions) = self
+        let (mut rows, attachments, pools, (suspensions, mut moves)) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let rows = tx.volumes(account.as_ref(), &after, limit + 1)?;
-                Ok((rows, tx.attachments(None, None)?, tx.pools()?, tx.suspensions()?))
+                Ok((
+                    rows,
+                    tx.attachments(None, None)?,
+                    tx.pools()?,
+                    (tx.suspensions()?, tx.moves_by_volume()?),
+                ))
             })
             .await?;
         let more = rows.len() > limit;
@@ -144,7 +169,8 @@ impl Volumes {
         let item = |row: VolumeRow| {
             let attachments = of.remove(&row.id).unwrap_or_default();
             let zone = zones.get(&row.pool).cloned();
-            self.to_volume(row, &attachments, zone, &suspensions)
+            let moving = moves.remove(&row.id);
+            self.to_volume(row, &attachments, zone, &suspensions, moving)
         };
         Ok(List { items: rows.into_iter().map(item).collect(), next })
     }
@@ -155,6 +181,7 @@ impl Volumes {
         attachments: &[AttachmentRow],
         zone: Option<String>,
         suspensions: &AllSuspensions,
+        moving: Option<MoveRow>,
     ) -> Volume {
         let copied = self.copies.copied(&Object::Volume(row.id.clone()));
         Volume {
@@ -162,6 +189,7 @@ impl Volumes {
                 .hold(&row)
                 .map_or_else(|| self.conditions.of(&row.id), |hold| suspended(&row.id, &hold)),
             suspension: suspensions.of(&row.id).cloned(),
+            moving: moving.map(|one| to_move(one, &row.pool, self.copies.moved(&row.id))),
             copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
             id: row.id,
             capacity_bytes: row.capacity,

@@ -7,7 +7,9 @@ mod support;
 
 use std::time::Duration;
 
-use infra_api::{EngineKind, Labels, NodeSpec, ProblemCode, Qos, VolumeId, VolumeSize, VolumeSource};
+use infra_api::{
+    EngineKind, Labels, MoveSpec, NodeSpec, PoolName, ProblemCode, Qos, VolumeId, VolumeSize, VolumeSource,
+};
 use support::ceph::Ceph;
 use support::libvirtd::{Libvirtd, processes};
 use support::*;
@@ -48,8 +50,7 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     assert!(created.healthy && created.reflink && created.capacity_bytes > 1 << 30, "{created:?}");
     assert_eq!((created.engine, created.path.as_str()), (EngineKind::Rbd, spec.path.as_str()));
     // The user cannot reach the rest of the Ceph pool.
-    let other =
-        client.put_pool(&infra_api::PoolName::new("other").unwrap(), &ceph.pool_spec("own", None)).await;
+    let other = client.put_pool(&PoolName::new("other").unwrap(), &ceph.pool_spec("own", None)).await;
     assert_eq!(code(other), ProblemCode::Invalid);
     let (v, s, w, x) = (volume("v"), snapshot("s"), volume("w"), volume("x"));
     let first = client.put_volume(&v, &size(8 * MIB), SOON).await.unwrap();
@@ -84,6 +85,9 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     let released =
         client.release(&w, &serde_json::from_value(serde_json::json!({})).unwrap()).await.unwrap_err();
     assert!(released.to_string().contains("cannot be released"), "{released}");
+    let spec = MoveSpec { pool: PoolName::new("elsewhere").unwrap(), bytes_per_second: None };
+    let moved = client.move_volume(&x, &spec).await.unwrap_err();
+    assert!(moved.to_string().contains("only between pools of the engine"), "{moved}");
     // The hypervisor `loop` takes only files.
     let node = Uuid::new_v4();
     let spec = NodeSpec { name: "n".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };

@@ -12,6 +12,9 @@ const LONG_SOAK_MINUTES: u64 = 20;
 /// crates in one command, everything would be built twice.
 const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--exclude", "kube-kit"];
 
+/// Tests of one program at the same time in the step `unit`: those of storage-infra mostly wait.
+const UNIT_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "6");
+
 /// Transitions of the model tests for each fault budget in the step `model`: more than most of them have.
 const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 
@@ -180,7 +183,12 @@ fn without_lab() -> Vec<Step> {
         step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
         step("clippy", Set::Quick, "lints", cargo(&clippy)),
         step("doc", Set::Quick, "documentation", cargo(&["doc", "--workspace", "--no-deps"])),
-        step("unit", Set::Quick, "unit tests", cargo(&UNIT_TESTS)),
+        step(
+            "unit",
+            Set::Quick,
+            "unit tests",
+            Work::Cargo { args: UNIT_TESTS.to_vec(), env: vec![UNIT_THREADS] },
+        ),
         step("unit-kube-kit", Set::Quick, "unit tests of kube-kit", cargo(&["test", "-p", "kube-kit"])),
         step(
             BLACKBOX_BUILD,

@@ -3,7 +3,8 @@
 use std::cmp::Reverse;
 
 use infra_api::{
-    AntiAffinity, Capacity, CapacityQuery, Labels, Placement, PoolName, PoolRejection, Rejection, ZONE_LABEL,
+    AntiAffinity, Capacity, CapacityQuery, EngineKind, Labels, Placement, PoolName, PoolRejection, Rejection,
+    ZONE_LABEL,
 };
 
 /// A pool as input of placement.
@@ -11,6 +12,8 @@ use infra_api::{
 pub struct Candidate {
     /// The pool.
     pub name: PoolName,
+    /// Its engine.
+    pub engine: EngineKind,
     /// Its labels.
     pub labels: Labels,
     /// Whether its directory is reachable and has the pool's marker.
@@ -162,6 +165,7 @@ mod tests {
     fn pool(name: &str, free: u64) -> Candidate {
         Candidate {
             name: PoolName::new(name).unwrap(),
+            engine: EngineKind::File,
             labels: Labels::new(),
             healthy: true,
             cordoned: false,

@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::Libvirt;
 use super::virsh::virsh;
-use super::xml::{LiveDisk, mirror_xml};
+use super::xml::{AttachError, LiveDisk, mirror_xml};
 use crate::hypervisor::{DiskSource, HypervisorError, Mirror, MirroredDisk, Result};
 
 fn words(words: &[&str]) -> Vec<String> {
@@ -83,7 +83,9 @@ impl Libvirt {
         rate: Option<u64>,
     ) -> Result<()> {
         let found = self.copied_disk(node, disk).await?;
-        let text = mirror_xml(to).map_err(HypervisorError::Refused)?;
+        let text = mirror_xml(to).map_err(|why| match why {
+            AttachError::NoFreeSlot(why) | AttachError::Unsupported(why) => HypervisorError::Refused(why),
+        })?;
         let failed = |error| HypervisorError::Refused(format!("cannot write the XML of a copy: {error}"));
         let mut xml = tempfile::NamedTempFile::new().map_err(failed)?;
         xml.write_all(text.as_bytes()).map_err(failed)?;

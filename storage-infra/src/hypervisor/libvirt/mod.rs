@@ -29,7 +29,7 @@ use super::{
     PausedVm, Power, Presence, Result,
 };
 use connections::Connections;
-use session::{Session, Snapshot, max_disks};
+use session::{Detach, Session, Snapshot, max_disks};
 
 /// Kind of this hypervisor in the server's flags.
 pub const LIBVIRT: &str = "libvirt";
@@ -97,14 +97,29 @@ impl Libvirt {
         .await
     }
 
-    /// Requests the detach of a disk. True if the domain does not have it any more.
+    /// Requests the detach of a disk, and ends a copy of it first. True if the domain does not have it any more.
     async fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+        let mut state = self.try_detach(node, disk).await?;
+        if state == Detach::Copied {
+            self.end_copy(node, disk).await?;
+            state = self.try_detach(node, disk).await?;
+        }
+        Ok(state == Detach::Gone)
+    }
+
+    async fn try_detach(&self, node: Uuid, disk: Uuid) -> Result<Detach> {
         let guard = self.changes.lock(node).await;
         self.with(move |session| {
             let _guard = guard;
             session.request_detach(node, disk)
         })
         .await
+    }
+
+    /// Ends the copy of a disk, if one is running.
+    async fn end_copy(&self, node: Uuid, disk: Uuid) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        self.abort_copy(node, disk).await
     }
 }
 
@@ -157,8 +172,6 @@ impl Hypervisor for Libvirt {
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
         let uuid = disk.uuid;
-        // libvirt refuses to detach a disk that is being copied.
-        self.cancel_mirror(node, disk).await?;
         let (start, mut paused) = (Instant::now(), false);
         loop {
             match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, uuid)).await {
@@ -263,8 +276,7 @@ impl Hypervisor for Libvirt {
     }
 
     async fn cancel_mirror(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        let _guard = self.changes.lock(node).await;
-        self.abort_copy(node, disk.uuid).await
+        self.end_copy(node, disk.uuid).await
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {

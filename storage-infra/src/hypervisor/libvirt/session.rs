@@ -13,6 +13,17 @@ use super::xml::{AttachError, LiveDomain};
 use super::{keyring, virsh};
 use crate::hypervisor::{CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, Result};
 
+/// What became of a request to detach a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Detach {
+    /// The domain does not have the disk.
+    Gone,
+    /// The guest has to release it.
+    Requested,
+    /// It is being copied: libvirt refuses to detach it until the copy is ended. Nothing was requested.
+    Copied,
+}
+
 /// A disk name that no domain has: a request for it waits for the domain's job lock and changes nothing.
 const NO_DISK: &str = "nestor-no-such-disk";
 
@@ -250,11 +261,14 @@ impl Session {
         virsh::define_secret(&self.uri, client, &key)
     }
 
-    /// Requests the detach of a disk. True if the domain does not have it any more.
-    pub(super) fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+    /// Requests the detach of a disk.
+    pub(super) fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<Detach> {
         let now = self.snapshot_after_jobs(node)?;
-        let Some(found) = now.live.find(disk) else { return Ok(true) };
-        let Some(domain) = self.domain(node)? else { return Ok(true) };
+        let Some(found) = now.live.find(disk) else { return Ok(Detach::Gone) };
+        if found.mirror.is_some() {
+            return Ok(Detach::Copied);
+        }
+        let Some(domain) = self.domain(node)? else { return Ok(Detach::Gone) };
         match domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_LIVE) {
             Ok(()) => {}
             Err(error) if lost(&self.connection, &error) => {
@@ -263,7 +277,7 @@ impl Session {
             // The disk is being detached or is gone: the live XML decides.
             Err(error) => tracing::debug!(%node, %disk, error = error.message(), "detach request failed"),
         }
-        Ok(self.snapshot(node)?.live.find(disk).is_none())
+        Ok(if self.snapshot(node)?.live.find(disk).is_none() { Detach::Gone } else { Detach::Requested })
     }
 
     pub(super) fn resize(&self, node: Uuid, disk: Uuid, bytes: u64) -> Result<()> {

@@ -227,12 +227,10 @@ fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(DiskLocation, bool)> {
 }
 
 /// The XML of the file into which a disk is copied.
-pub(super) fn mirror_xml(to: &DiskSource) -> Result<String, String> {
-    let path = to.file()?.to_str().filter(|path| path.chars().all(is_attribute_text));
-    let path = path.ok_or_else(|| format!("the path {to:?} is not UTF-8 or has control characters"))?;
+pub(super) fn mirror_xml(to: &DiskSource) -> Result<String, AttachError> {
+    let Source { kind, xml } = Source::of(to)?;
     Ok(format!(
-        "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none' discard='unmap'/><source file='{}'/></disk>",
-        escape(path)
+        "<disk type='{kind}' device='disk'><driver name='qemu' type='raw' cache='none' discard='unmap'/>{xml}</disk>"
     ))
 }
 

@@ -1,7 +1,6 @@
 //! Start and cancellation of a move. The pool is chosen or checked by the rules of placement, in the transaction that writes the
 //! intent and reserves the space.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use infra_api::{
@@ -230,9 +229,7 @@ fn choose(tx: &Tx<'_>, row: &VolumeRow, target: &Target, inputs: &CapacityInputs
         placement.pool = Some(name.clone());
     }
     let mut candidates = inputs.candidates(tx, placement.anti_affinity_id.as_deref())?;
-    let others = tx.pools()?.into_iter().filter(|pool| pool.spec.engine == EngineKind::File);
-    let others: HashSet<PoolName> = others.map(|pool| pool.name).collect();
-    candidates.retain(|one| one.name != row.pool && others.contains(&one.name) && serves(&present, one));
+    candidates.retain(|one| one.name != row.pool && one.engine == EngineKind::File && serves(&present, one));
     placement::place(&candidates, row.size(), &placement, &[]).map_err(|rejections| {
         let detail = format!(
             "the volume {} cannot be moved from the pool {}: {}",

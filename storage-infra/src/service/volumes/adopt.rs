@@ -230,6 +230,7 @@ mod tests {
     fn only_a_file_that_is_renamed_needs_no_space_for_what_it_has() {
         let near = [PoolName::new("b").unwrap()];
         let pool = |name: &str| placement::Candidate {
+            engine: infra_api::EngineKind::File,
             name: PoolName::new(name).unwrap(),
             labels: Labels::new(),
             healthy: true,

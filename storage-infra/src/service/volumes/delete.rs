@@ -51,14 +51,12 @@ impl Volumes {
     /// Requests the end of the move of a volume that is to be deleted: the deletion is refused until then, and repeated.
     async fn end_move(&self, id: &VolumeId) -> Result<()> {
         let name = id.clone();
-        let end = move |tx: &Tx<'_>| -> Result<_> {
-            let is_moving = tx.volume_move(&name)?.is_some() && tx.attachments(None, Some(&name))?.is_empty();
-            if is_moving {
-                tx.cancel_move(&name)?;
-            }
-            Ok(is_moving)
+        let is_moving = move |tx: &Tx<'_>| -> Result<_> {
+            Ok(tx.volume_move(&name)?.is_some() && tx.attachments(None, Some(&name))?.is_empty())
         };
-        if self.core.catalog().run(end).await? {
+        if self.core.catalog().read(is_moving).await? {
+            let name = id.clone();
+            self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.cancel_move(&name)?) }).await?;
             self.core.moves().notify_one();
         }
         Ok(())

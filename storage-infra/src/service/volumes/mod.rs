@@ -124,16 +124,16 @@ impl Volumes {
     /// One volume.
     pub async fn get(&self, scope: &Scope, id: &VolumeId) -> Result<Volume> {
         let (scope, id) = (scope.clone(), id.clone());
-        let (row, attachments, pool, suspensions) = self
+        let (row, attachments, pool, suspensions, moving) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let row = volume_in(tx, &scope, &id)?;
                 let pool = pool_of(tx, &row)?;
-                Ok((row, tx.attachments(None, Some(&id))?, pool, (tx.suspensions()?, tx.volume_move(&id)?)))
+                let (suspensions, moving) = (tx.suspensions()?, tx.volume_move(&id)?);
+                Ok((row, tx.attachments(None, Some(&id))?, pool, suspensions, moving))
             })
             .await?;
-        let (suspensions, moving) = suspensions;
         let zone = pool.spec.labels.get(ZONE_LABEL).cloned();
         Ok(self.to_volume(row, &attachments, zone, &suspensions, moving))
     }
@@ -142,17 +142,13 @@ impl Volumes {
     pub async fn list(&self, scope: &Scope, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
-        let (mut rows, attachments, pools, (suspensions, mut moves)) = self
+        let (mut rows, attachments, pools, suspensions, mut moves) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let rows = tx.volumes(account.as_ref(), &after, limit + 1)?;
-                Ok((
-                    rows,
-                    tx.attachments(None, None)?,
-                    tx.pools()?,
-                    (tx.suspensions()?, tx.moves_by_volume()?),
-                ))
+                let (suspensions, moves) = (tx.suspensions()?, tx.moves_by_volume()?);
+                Ok((rows, tx.attachments(None, None)?, tx.pools()?, suspensions, moves))
             })
             .await?;
         let more = rows.len() > limit;

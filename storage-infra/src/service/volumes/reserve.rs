@@ -157,12 +157,10 @@ impl RequestedVolume {
             near = adopt::near(file, &tx.pools()?, facts);
             adopt::credit(file, &near, &mut candidates);
         }
-        let pools = tx.pools()?;
-        candidates.retain(|one| {
-            let pool = pools.iter().find(|pool| pool.name == one.name);
-            pool.is_some_and(|pool| can_make(content, source.as_ref().map(|source| &source.pool), pool))
-        });
-        if candidates.is_empty() && !pools.is_empty() {
+        let has_pools = !candidates.is_empty();
+        let of = source.as_ref().map(|source| (&source.pool.name, source.pool.spec.engine));
+        candidates.retain(|one| can_make(content, of, (&one.name, one.engine)));
+        if candidates.is_empty() && has_pools {
             return Err(self.no_suitable_engine(source.as_ref()));
         }
         let pool = placement::place(&candidates, *size, &spec.placement, &near).map_err(|rejections| {
@@ -208,12 +206,16 @@ impl RequestedVolume {
 
 /// Whether the engine of a pool can make a volume with this content. The engine rbd has no other data than clones of its
 /// own images.
-fn can_make(content: &Content, source: Option<&PoolRow>, pool: &PoolRow) -> bool {
+fn can_make(
+    content: &Content,
+    source: Option<(&PoolName, EngineKind)>,
+    (pool, engine): (&PoolName, EngineKind),
+) -> bool {
     match (content, source) {
         (Content::Created, None) => true,
-        (Content::Created, Some(source)) if source.spec.engine == EngineKind::Rbd => source.name == pool.name,
+        (Content::Created, Some((from, EngineKind::Rbd))) => from == pool,
         (Content::Created, Some(_)) | (Content::Imported | Content::Adopted(_), _) => {
-            pool.spec.engine == EngineKind::File
+            engine == EngineKind::File
         }
     }
 }
@@ -342,26 +344,14 @@ mod tests {
 
     #[test]
     fn the_engine_rbd_makes_only_blank_volumes_and_clones_of_its_own() {
-        let pool = |name: &str, engine| PoolRow {
-            name: PoolName::new(name).unwrap(),
-            uuid: Uuid::nil(),
-            spec: infra_api::PoolSpec {
-                engine,
-                path: name.to_owned(),
-                labels: infra_api::Labels::new(),
-                cordoned: false,
-                on_full: infra_api::OnFull::default(),
-            },
-            marked: true,
-            suspension: None,
-        };
-        let [file, other] = ["f", "g"].map(|name| pool(name, EngineKind::File));
-        let [rbd, second] = ["r", "s"].map(|name| pool(name, EngineKind::Rbd));
+        let [f, g, r, s] = ["f", "g", "r", "s"].map(|name| PoolName::new(name).unwrap());
+        let [file, other] = [&f, &g].map(|name| (name, EngineKind::File));
+        let [rbd, second] = [&r, &s].map(|name| (name, EngineKind::Rbd));
         let created = |source, pool| can_make(&Content::Created, source, pool);
-        assert!(created(None, &rbd) && created(None, &file));
-        assert!(created(Some(&rbd), &rbd) && created(Some(&file), &other));
-        assert!(!created(Some(&rbd), &second) && !created(Some(&rbd), &file) && !created(Some(&file), &rbd));
+        assert!(created(None, rbd) && created(None, file));
+        assert!(created(Some(rbd), rbd) && created(Some(file), other));
+        assert!(!created(Some(rbd), second) && !created(Some(rbd), file) && !created(Some(file), rbd));
         let imported = |pool| can_make(&Content::Imported, None, pool);
-        assert!(imported(&file) && !imported(&rbd));
+        assert!(imported(file) && !imported(rbd));
     }
 }

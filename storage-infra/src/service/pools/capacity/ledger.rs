@@ -104,6 +104,7 @@ impl CapacityLedger {
         let in_group = group.map(|group| tx.count_by_pool(group)).transpose()?.unwrap_or_default();
         let free = self.free(facts, &tx.reserved()?);
         let candidate = |row: crate::catalog::PoolRow| Candidate {
+            engine: row.spec.engine,
             labels: row.spec.labels,
             healthy: facts.contains_key(&row.name),
             cordoned: row.spec.cordoned,

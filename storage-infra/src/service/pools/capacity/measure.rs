@@ -60,6 +60,7 @@ impl PoolView {
     pub(super) fn candidate(&self) -> Candidate {
         Candidate {
             name: self.row.name.clone(),
+            engine: self.row.spec.engine,
             labels: self.row.spec.labels.clone(),
             healthy: self.facts.is_ok(),
             cordoned: self.row.spec.cordoned,

@@ -7,9 +7,11 @@
 //! A marker image with the pool's UUID distinguishes the registered pool from another one. Replicas and device class
 //! are those of the Ceph pool.
 
+mod clones;
 mod command;
 mod images;
 mod location;
+mod names;
 mod output;
 mod scan;
 
@@ -31,49 +33,20 @@ use super::{
 use crate::audit;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
 use command::Ceph;
+use names::{MARKER, image_name, object_of, part_name};
 use output::{CLUSTER, ClusterState};
 
 pub use location::{RbdLocation, is_rbd};
 pub(super) use scan::scan_pool;
 
-/// Name of the marker image.
-const MARKER: &str = "_nestor-pool";
 /// Size of the marker image, which holds no data.
 const MARKER_SIZE: u64 = 1 << 20;
 /// Image metadata of the marker: the pool's UUID.
 const POOL_UUID: &str = "nestor-pool-uuid";
-/// Image metadata: number of clones between an image and the data that it shares.
-const DEPTH: &str = "nestor-clone-depth";
-/// Greatest number of clones that a read may have to follow. A deeper clone becomes independent.
-const MAX_DEPTH: u64 = 8;
-/// Prefix of the names of snapshots that the engine takes for clones.
-const CLONE_POINT: &str = "nestor-";
 /// Age up to which a report of the cluster answers further requests: its statistics are not newer.
 const REPORT_AGE: Duration = Duration::from_secs(2);
 /// Age up to which the marker is known to be right: nobody can mount another pool there.
 const MARKER_AGE: Duration = Duration::from_secs(10);
-
-fn image_name(object: &Object) -> String {
-    match object {
-        Object::Volume(id) => id.to_string(),
-        Object::Snapshot(id) => format!("_snapshot.{id}"),
-    }
-}
-
-fn part_name(object: &Object) -> String {
-    match object {
-        Object::Volume(id) => format!("_incomplete-volume.{id}"),
-        Object::Snapshot(id) => format!("_incomplete-snapshot.{id}"),
-    }
-}
-
-/// The object whose complete image has this name.
-fn object_of(name: &str) -> Option<Object> {
-    match name.strip_prefix("_snapshot.") {
-        Some(id) => infra_api::SnapshotId::new(id).ok().map(Object::Snapshot),
-        None => VolumeId::new(name).ok().map(Object::Volume),
-    }
-}
 
 /// Storage engine of a pool whose volumes are images in a Ceph cluster.
 pub struct RbdEngine {
@@ -224,42 +197,6 @@ impl RbdEngine {
                 "the image {image} exists and belongs to no object; rename or remove it, or use another ID"
             ))),
         }
-    }
-
-    /// Clones an image into the incomplete image of an object.
-    fn clone_into(&self, from: &RbdImage, part: &RbdImage, bytes: u64) -> Result<()> {
-        let point = format!("{CLONE_POINT}{}", Uuid::new_v4().simple());
-        self.remove_abandoned(from)?;
-        self.cloning().insert(point.clone());
-        let cloned = self.ceph.clone_image(from, part, &point);
-        self.cloning().remove(&point);
-        cloned?;
-        // The source may have been expanded and written to meanwhile: its data must not be cut off.
-        if let Some(length) = self.ceph.size(part)?.filter(|length| *length > bytes) {
-            return Err(EngineError::SourceExpanded(format!(
-                "the image {from} was expanded from {bytes} to {length} bytes meanwhile; retry"
-            )));
-        }
-        let parent = self.ceph.metadata(from, DEPTH)?.and_then(|text| text.parse().ok()).unwrap_or(0);
-        let depth = parent + 1;
-        if depth > MAX_DEPTH {
-            self.ceph.flatten(part)?;
-        }
-        self.ceph.set_metadata(part, DEPTH, &if depth > MAX_DEPTH { 0 } else { depth }.to_string())
-    }
-
-    /// Removes snapshots that an interrupted clone left.
-    fn remove_abandoned(&self, image: &RbdImage) -> Result<()> {
-        for snapshot in self.ceph.snapshots(image)?.iter().filter(|name| name.starts_with(CLONE_POINT)) {
-            if !self.cloning().contains(snapshot) {
-                self.ceph.remove_snapshot(image, snapshot)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn cloning(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
-        self.cloning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unsupported<T>(&self, what: &str) -> Result<T> {
@@ -540,24 +477,5 @@ impl Engine for RbdEngine {
     fn cut_off(&self, id: &VolumeId) -> Result<Vec<String>> {
         self.check()?;
         self.ceph.cut_off(&self.image(&Object::Volume(id.clone())))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_of_images_do_not_collide() {
-        let volume = Object::Volume(VolumeId::new("x").unwrap());
-        let snapshot = Object::Snapshot(infra_api::SnapshotId::new("x").unwrap());
-        let names = [&volume, &snapshot].map(|one| [image_name(one), part_name(one)]).concat();
-        let unique: HashSet<&String> = names.iter().collect();
-        assert_eq!(unique.len(), 4);
-        assert_eq!(object_of("x"), Some(volume));
-        assert_eq!(object_of("_snapshot.x"), Some(snapshot));
-        for other in [MARKER, "_incomplete-volume.x", "_deleted.x.1"] {
-            assert_eq!(object_of(other), None, "{other}");
-        }
     }
 }

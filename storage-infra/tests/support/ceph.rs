@@ -4,12 +4,11 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
 
 use infra_api::{EngineKind, PoolSpec};
 use uuid::Uuid;
 
-use super::{PATIENCE, text};
+use super::{text, wait_for};
 
 /// The cluster, stopped on drop.
 pub struct Ceph {
@@ -178,11 +177,7 @@ impl Ceph {
 
     /// Waits until the cluster has this state.
     pub fn wait_for(&self, what: &str, so: impl Fn(&Self) -> bool) {
-        let start = Instant::now();
-        while !so(self) {
-            assert!(start.elapsed() < PATIENCE, "waited too long for {what}");
-            std::thread::sleep(std::time::Duration::from_millis(200));
-        }
+        wait_for(what, || so(self));
     }
 
     fn command(&self, program: &str, arguments: &[&str]) -> Command {

@@ -3,11 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
-use super::{PATIENCE, text};
+use super::{text, wait_for};
 
 /// Host directories that are hidden, and the test's directories in their place.
 const PRIVATE: [(&str, &str); 5] = [
@@ -54,11 +53,7 @@ impl Libvirtd {
     }
 
     fn answers(&self) {
-        let start = Instant::now();
-        while !self.try_virsh(&["version"]) {
-            assert!(start.elapsed() < PATIENCE, "libvirtd does not answer");
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        wait_for("libvirtd answers", || self.try_virsh(&["version"]));
     }
 
     fn command(&self, arguments: &[&str]) -> Command {

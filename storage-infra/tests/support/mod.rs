@@ -123,11 +123,7 @@ impl Site {
     /// Mounts an unmounted filesystem again, as soon as no process has it open.
     pub fn mount_again(&self, name: &str) {
         let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
-        let start = Instant::now();
-        while self.backing_devices(&file) > 0 {
-            assert!(start.elapsed() < PATIENCE, "{} is still in use", file.display());
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        wait_for(&format!("{} is not in use", file.display()), || self.backing_devices(&file) == 0);
         let mut mount = Command::new("mount");
         assert!(mount.args(["-o", "loop"]).arg(&file).arg(&dir).status().unwrap().success());
     }
@@ -473,6 +469,15 @@ pub async fn still_running<T: std::fmt::Debug>(
 }
 
 /// Waits until a condition holds.
+pub fn wait_for(what: &str, so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !so() {
+        assert!(start.elapsed() < PATIENCE, "waited too long until {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// The same, for a condition that waits itself.
 pub async fn until<F: AsyncFnMut() -> bool>(what: &str, mut so: F) {
     let start = Instant::now();
     while !so().await {

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{Namespace, ObjectReference, PersistentVolume};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
-use tokio::sync::{RwLock, RwLockWriteGuard};
+use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::objects::{delete, gone, set_policy};
 use crate::{PATIENCE, Scenario, chart, eventually};
@@ -25,6 +25,11 @@ pub struct Alone {
 /// Waits until no scenario of this program runs, and keeps others from it: for tests that stop what others use.
 pub async fn alone() -> Alone {
     Alone { _running: RUNNING.write().await }
+}
+
+/// Waits until no scenario runs alone, and keeps one from it.
+pub(crate) async fn beside_others() -> RwLockReadGuard<'static, ()> {
+    RUNNING.read().await
 }
 
 impl Alone {
@@ -44,7 +49,7 @@ where
     Body: FnOnce(Arc<Scenario>) -> Running,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let _shared = RUNNING.read().await;
+    let _beside_others = beside_others().await;
     run_and_clean_up(body).await
 }
 
@@ -57,7 +62,8 @@ where
     alone().await.run(body).await
 }
 
-async fn run_and_clean_up<Body, Running>(body: Body) -> Result<()>
+/// The same, whether others run beside it or not: the caller decides.
+pub(crate) async fn run_and_clean_up<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running,
     Running: Future<Output = Result<()>> + Send + 'static,

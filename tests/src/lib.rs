@@ -45,6 +45,7 @@ pub mod prometheus;
 pub mod records;
 mod scenario;
 mod scheduled;
+mod script;
 mod second_guest;
 mod sizes;
 mod snapshots;

@@ -2,7 +2,6 @@
 //! be reachable from outside.
 
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,6 +18,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
+use crate::cleanup::{alone, beside_others, run_and_clean_up};
+pub use crate::script::Script;
+use crate::script::{phase, termination_message};
 use crate::{Scenario, eventually, guest};
 
 /// How long a pod may take from creation to exit: VMs can be emulated, and share this host.
@@ -89,9 +91,8 @@ where
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     let _slot = SLOTS.acquire().await.context("the semaphore is never closed")?;
-    let volumes = Volumes::default();
-    crate::run(in_scenario(&volumes, body)).await?;
-    are_removed(&volumes)
+    let _beside_others = beside_others().await;
+    run_with_pods(body).await
 }
 
 /// Runs a test as [`run`] does, while no other scenario of this program runs.
@@ -100,41 +101,30 @@ where
     Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let volumes = Volumes::default();
-    crate::run_alone(in_scenario(&volumes, body)).await?;
-    are_removed(&volumes)
+    let _alone = alone().await;
+    run_with_pods(body).await
 }
 
-/// The volumes of a scenario's pods.
-type Volumes = Arc<Mutex<Vec<Volume>>>;
-
-fn in_scenario<Body, Running>(
-    volumes: &Volumes,
-    body: Body,
-) -> impl FnOnce(Arc<Scenario>) -> Pin<Box<dyn Future<Output = Result<()>> + Send>> + use<Body, Running>
+async fn run_with_pods<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    let volumes = volumes.clone();
-    |scenario| {
-        Box::pin(async move {
-            let pods = Arc::new(PodScenario::new(scenario, volumes).await?);
-            let outcome = tokio::spawn(body(pods.clone())).await;
-            let outcome = outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
-            let outcome = match outcome {
-                Ok(()) => Ok(()),
-                Err(error) => Err(anyhow!("{error:#}\n{}", pods.describe().await)),
-            };
-            let cleaned = pods.remove_pods().await.context("removing pods");
-            outcome.and(cleaned)
-        })
-    }
-}
-
-fn are_removed(volumes: &Volumes) -> Result<()> {
+    let bound = Arc::new(Mutex::new(Vec::new()));
+    let volumes = bound.clone();
+    run_and_clean_up(|scenario| async move {
+        let pods = Arc::new(PodScenario::new(scenario, volumes).await?);
+        let outcome = tokio::spawn(body(pods.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
+        let outcome = match outcome {
+            Ok(()) => Ok(()),
+            Err(error) => Err(anyhow!("{error:#}\n{}", pods.describe().await)),
+        };
+        let cleaned = pods.remove_pods().await.context("removing pods");
+        outcome.and(cleaned)
+    })
+    .await?;
     let left: Vec<PathBuf> =
-        lock(volumes).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
+        lock(&bound).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
     ensure!(left.is_empty(), "files of volumes are left: {left:?}");
     Ok(())
 }
@@ -410,115 +400,4 @@ impl PodScenario {
         }
         lines.join("\n  ")
     }
-}
-
-/// A pod that runs one script once and returns its output.
-#[derive(Debug, Clone)]
-pub struct Script {
-    name: String,
-    node: String,
-    command: Vec<String>,
-    pod: Value,
-    container: Value,
-}
-
-impl Script {
-    /// A shell script, which stops at the first error.
-    pub fn new(name: &str, node: &str, script: &str) -> Self {
-        let script = format!("exec >/dev/termination-log 2>&1\nset -eu\n{script}");
-        Self {
-            name: name.to_owned(),
-            node: node.to_owned(),
-            command: vec!["sh".to_owned(), "-c".to_owned(), script],
-            pod: json!({"volumes": []}),
-            container: json!({"volumeMounts": [], "volumeDevices": []}),
-        }
-    }
-
-    /// A shell script that runs as root in the VM's own namespaces.
-    pub fn on_vm(name: &str, node: &str, script: &str) -> Self {
-        let enter = "exec chroot /host nsenter --target 1 --mount -- sh -euc \"$0\"";
-        let mut this = Self::new(name, node, enter);
-        this.command.push(script.to_owned());
-        this.pod["hostPID"] = json!(true);
-        // A kubelet that was cut off may still see a taint that has been removed, and would refuse the pod.
-        this.pod["tolerations"] = json!([{"operator": "Exists"}]);
-        this.container["securityContext"] = json!({"privileged": true});
-        this.add("volumes", json!({"name": "host", "hostPath": {"path": "/"}}));
-        this.add("volumeMounts", json!({"name": "host", "mountPath": "/host"}));
-        this
-    }
-
-    fn add(&mut self, list: &str, item: Value) {
-        let side = if list == "volumes" { &mut self.pod } else { &mut self.container };
-        if let Some(items) = side[list].as_array_mut() {
-            items.push(item);
-        }
-    }
-
-    fn volume(&mut self, volume: &Volume, read_only: bool) {
-        let source = json!({"claimName": volume.claim, "readOnly": read_only});
-        self.add("volumes", json!({"name": volume.claim, "persistentVolumeClaim": source}));
-    }
-
-    /// Mounts a volume.
-    pub fn mount(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, false);
-        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
-        self
-    }
-
-    /// Mounts a volume read-only.
-    pub fn mount_read_only(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, true);
-        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
-        self
-    }
-
-    /// Mounts a folder of a volume that the pod already mounts.
-    pub fn and_sub_path(mut self, volume: &Volume, sub_path: &str, path: &str) -> Self {
-        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path, "subPath": sub_path}));
-        self
-    }
-
-    /// Adds a volume as a block device.
-    pub fn device(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, false);
-        self.add("volumeDevices", json!({"name": volume.claim, "devicePath": path}));
-        self
-    }
-
-    /// Runs as this user, with this fsGroup.
-    pub fn as_user(mut self, user: u32, fs_group: u32) -> Self {
-        self.pod["securityContext"] = json!({"runAsUser": user, "runAsGroup": user, "fsGroup": fs_group});
-        self
-    }
-
-    fn pod(self) -> Result<Pod> {
-        let (mut spec, mut container) = (self.pod, self.container);
-        container["name"] = json!("script");
-        container["image"] = json!(IMAGE);
-        container["imagePullPolicy"] = json!("Never");
-        container["command"] = json!(self.command);
-        spec["containers"] = json!([container]);
-        spec["nodeSelector"] = json!({"kubernetes.io/hostname": self.node});
-        spec["restartPolicy"] = json!("Never");
-        // Creating a pod network takes most of a pod's start time in an emulated VM, and no script needs one.
-        spec["hostNetwork"] = json!(true);
-        spec["automountServiceAccountToken"] = json!(false);
-        spec["enableServiceLinks"] = json!(false);
-        let pod = json!({"metadata": {"name": self.name}, "spec": spec});
-        serde_json::from_value(pod).with_context(|| format!("invalid manifest of pod {}", self.name))
-    }
-}
-
-fn phase(pod: Option<&Pod>) -> Option<&str> {
-    pod?.status.as_ref()?.phase.as_deref()
-}
-
-/// The termination message of the pod's container.
-fn termination_message(pod: &Pod) -> Option<String> {
-    let status = pod.status.as_ref()?.container_statuses.as_ref()?.first()?;
-    let ended = status.state.as_ref()?.terminated.as_ref()?;
-    ended.message.as_ref().map(|message| message.trim().to_owned())
 }

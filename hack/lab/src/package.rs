@@ -106,7 +106,7 @@ async fn control(root: &Path, version: &str) -> Result<()> {
         ("Priority", "optional"),
         ("Installed-Size", size.as_str()),
         ("Depends", depends.as_str()),
-        ("Suggests", "libvirt-daemon-system, qemu-utils, xfsprogs"),
+        ("Suggests", "libvirt-daemon-system, qemu-utils, xfsprogs, ceph-common"),
         ("Description", DESCRIPTION),
     ];
     let text: String = fields.iter().map(|(name, value)| format!("{name}: {value}\n")).collect();

@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 
 use crate::wait::until;
 
@@ -149,27 +150,53 @@ pub fn tail(log: &Path, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].iter().map(cut).collect::<Vec<_>>().join("\n")
 }
 
-/// Runs a program until it exits and returns its standard output. An error holds the command and its error output.
+/// Lines of error output that an error holds.
+pub(crate) const SHOWN: usize = 20;
+
+/// Runs a program until it exits and returns its standard output. An error holds the command and the end of its error
+/// output.
 pub async fn run(command: &mut tokio::process::Command) -> Result<String> {
-    let words = || {
-        let command = command.as_std();
-        let mut words = vec![command.get_program().to_string_lossy().into_owned()];
-        words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
-        words.join(" ")
+    run_watched(command, SHOWN, |_| {}).await
+}
+
+/// The same, with the last `shown` lines of its error output, and `on_line` is called with each of them as it comes.
+pub(crate) async fn run_watched(
+    command: &mut tokio::process::Command,
+    shown: usize,
+    mut on_line: impl FnMut(&str),
+) -> Result<String> {
+    let text = words(command);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = command.spawn().with_context(|| format!("cannot run `{text}`"))?;
+    let pipes = child.stdout.take().zip(child.stderr.take());
+    let (mut stdout, stderr) = pipes.context("a child without pipes")?;
+    let reported = async {
+        let (mut lines, mut all) = (BufReader::new(stderr).split(b'\n'), Vec::new());
+        while let Some(line) = lines.next_segment().await? {
+            let line = String::from_utf8_lossy(&line).into_owned();
+            on_line(&line);
+            all.push(line);
+        }
+        std::io::Result::Ok(all)
     };
-    let text = words();
-    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
-    let output = output.with_context(|| format!("cannot run `{text}`"))?;
-    if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        let stderr: Vec<&str> = stderr.trim().lines().collect();
+    let mut output = Vec::new();
+    let (reported, _) = futures::try_join!(reported, stdout.read_to_end(&mut output))
+        .with_context(|| format!("cannot read the output of `{text}`"))?;
+    let status = child.wait().await?;
+    if !status.success() {
         bail!(
-            "`{text}` failed ({}): {}",
-            output.status,
-            stderr[stderr.len().saturating_sub(20)..].join("\n")
+            "`{text}` failed ({status}): {}",
+            reported[reported.len().saturating_sub(shown)..].join("\n").trim()
         );
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&output).into_owned())
+}
+
+fn words(command: &tokio::process::Command) -> String {
+    let command = command.as_std();
+    let mut words = vec![command.get_program().to_string_lossy().into_owned()];
+    words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
+    words.join(" ")
 }
 
 /// A command with arguments.

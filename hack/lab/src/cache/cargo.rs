@@ -1,16 +1,14 @@
 //! Cargo builds: Nestor's programs, in the target folder that the lab itself is in, and development tools.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
-use anyhow::{Context, Result, bail};
-use tokio::io::{AsyncBufReadExt, BufReader};
+use anyhow::{Context, Result};
 use tokio::process::Command;
 
 use super::entry;
 use crate::architecture::{Architecture, Cross};
 use crate::images::Base;
-use crate::process::{command, run};
+use crate::process::{command, run, run_watched};
 use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
@@ -153,21 +151,9 @@ pub(crate) fn program() -> String {
 
 /// Runs cargo until it exits and shows its progress.
 async fn finish(ui: &Ui, what: &str, cargo: &mut Command) -> Result<()> {
-    cargo.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     let mut step = ui.step(what);
-    let mut child = cargo.spawn().context("cannot run cargo")?;
-    let mut output = Vec::new();
-    if let Some(stderr) = child.stderr.take() {
-        let mut lines = BufReader::new(stderr).lines();
-        while let Some(line) = lines.next_line().await? {
-            step.message(line.trim());
-            output.push(line);
-        }
-    }
-    let status = child.wait().await?;
-    if !status.success() {
-        bail!("{what} failed ({status}):\n{}", output.join("\n"));
-    }
+    // All of its output: errors of the compiler are long.
+    run_watched(cargo, usize::MAX, |line| step.message(line.trim())).await.context(what.to_owned())?;
     step.done();
     Ok(())
 }

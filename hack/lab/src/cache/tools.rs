@@ -3,15 +3,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use anyhow::{Context, Result};
 use tokio::process::Command;
 
 use super::{Key, Kubernetes, entry};
-use crate::process::{command, run};
+use crate::process::{SHOWN, command, run, run_watched};
 use crate::run::repository;
 use crate::ui::Ui;
 
@@ -99,14 +97,14 @@ async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
     let mut step = ui.step(format!("building {name} tools with Go (takes minutes the first time)"));
     let tags = build_tags(&name);
     let mut list = go(module, &["list", "-deps", "-tags", tags, "tool"]);
-    let packages = output(&mut list, |line| step.message(line)).await?.lines().count();
+    let packages = run_watched(&mut list, SHOWN, |line| step.message(line)).await?.lines().count();
     let started = Instant::now();
     let mut compiled = 0;
     let flags = linker_flags(&manifest);
     let mut build =
         go(module, &["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &flags, "-tags", tags, "-o"]);
     // With -v, each compiled package is a line.
-    output(build.arg(out).arg("tool"), |line| {
+    run_watched(build.arg(out).arg("tool"), SHOWN, |line| {
         compiled += 1;
         let progress = progress(compiled, packages, started.elapsed());
         step.message(format!("{progress}, now {line}"));
@@ -120,30 +118,6 @@ fn go(module: &Path, args: &[&str]) -> Command {
     let mut go = command("go", args);
     go.current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
     go
-}
-
-/// Runs Go to its end. Calls `on_line` with each line of its standard error, whose end is part of the error.
-async fn output(go: &mut Command, mut on_line: impl FnMut(&str)) -> Result<String> {
-    go.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-    let mut child = go.spawn().context("cannot run go")?;
-    let mut lines = BufReader::new(child.stderr.take().context("go has no standard error")?).lines();
-    let reported = async {
-        let mut all = Vec::new();
-        while let Some(line) = lines.next_line().await? {
-            on_line(&line);
-            all.push(line);
-        }
-        anyhow::Ok(all)
-    };
-    let mut stdout = String::new();
-    let mut pipe = child.stdout.take().context("go has no standard output")?;
-    let (reported, _) = futures::try_join!(reported, async { Ok(pipe.read_to_string(&mut stdout).await?) })?;
-    let status = child.wait().await?;
-    if !status.success() {
-        let end = reported[reported.len().saturating_sub(20)..].join("\n");
-        bail!("{:?} failed ({status}):\n{end}", go.as_std());
-    }
-    Ok(stdout)
 }
 
 /// How far a build is, and how long it still takes at its rate so far. Packages that are already built are not compiled

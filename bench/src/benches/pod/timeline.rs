@@ -92,19 +92,24 @@ where
         let events = watch_objects(api, watcher::Config::default()).default_backoff();
         pin_mut!(events);
         let mut known: HashMap<String, HashSet<Fact>> = HashMap::new();
+        let mut listed: HashSet<String> = HashSet::new();
+        let delete = |before: HashSet<Fact>| record(&moments, before.into_iter().filter_map(ended));
         while let Some(event) = events.next().await {
             match event {
+                Ok(Event::Init) => listed.clear(),
                 Ok(Event::InitApply(object) | Event::Apply(object)) => {
+                    listed.insert(object.name_any());
                     let now: HashSet<Fact> = facts(&object).into_iter().collect();
                     let before = known.insert(object.name_any(), now.clone()).unwrap_or_default();
                     record(&moments, now.difference(&before).cloned());
                 }
-                Ok(Event::Delete(object)) => {
-                    let before = known.remove(&object.name_any()).unwrap_or_default();
-                    record(&moments, before.into_iter().filter_map(ended));
+                // Objects that were deleted while there was no watch.
+                Ok(Event::InitDone) => {
+                    known.extract_if(|name, _| !listed.contains(name)).for_each(|(_, before)| delete(before));
                 }
+                Ok(Event::Delete(object)) => delete(known.remove(&object.name_any()).unwrap_or_default()),
                 // The watcher retries by itself.
-                Ok(Event::Init | Event::InitDone) | Err(_) => {}
+                Err(_) => {}
             }
         }
     })

@@ -6,8 +6,10 @@ use anyhow::Context;
 use crds::{
     VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version, virtual_machine_resource,
 };
+use futures::FutureExt;
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::ApiResource;
 use kube::{Api, Client};
 use kube_kit::api_versions;
 use kube_kit::client::KubeconfigArgs;
@@ -21,10 +23,12 @@ use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::Metadata;
 use kube_kit::queue::{Queue, Retry};
 use prometheus_client::registry::Registry;
+use tokio::sync::SetOnce;
 use tokio_util::sync::CancellationToken;
 
 use crate::attach_limiter::{AttachLimiter, RateArgs};
 use crate::attachments::{self, Attachments};
+use crate::machines::{self, Machines};
 use crate::missing_claims::MissingClaims;
 use crate::reconcile::{Metrics, Reconciler};
 use crate::vm::{self, Vm};
@@ -47,6 +51,10 @@ pub struct Args {
     http: HttpArgs,
     #[command(flatten)]
     rate: RateArgs,
+    /// Create the VirtualMachines of guests whose VMs Cluster API makes, from its Machines. Their provider IDs must end with
+    /// the UUID of the VM, and the Cluster must have the label nestor.dev/cluster-id.
+    #[arg(long)]
+    cluster_api: bool,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
@@ -64,6 +72,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         vms: ready.check("virtual-machines", "not started yet"),
         attachments: ready.check("volume-attachments", "not started yet"),
         claims: ready.check("claims", "not started yet"),
+        machines: args.cluster_api.then(|| machines::Checks::of(&ready)),
     };
     let access = args.http.access(&client);
     let components = Components { client, metrics, attach_limiter: AttachLimiter::new(args.rate) };
@@ -83,6 +92,8 @@ struct Checks {
     vms: Check,
     attachments: Check,
     claims: Check,
+    /// None: no VirtualMachines are created.
+    machines: Option<machines::Checks>,
 }
 
 struct Components {
@@ -108,6 +119,8 @@ async fn run_controller(
     let Some(version) = version.await else { return };
     let resource = virtual_machine_resource(version);
     let queue = Queue::<Key>::default();
+    let machines = Arc::new(SetOnce::<Machines>::new());
+    let start_machines = start_machines(&client, &resource, checks.machines, &metrics, &machines, &stop);
 
     let builder = Informer::<Vm>::builder(
         format!("VirtualMachines ({version})"),
@@ -116,9 +129,15 @@ async fn run_controller(
     let vms = Arc::new(MutationCache::new(builder.informer()));
     let handler = {
         let (vms, queue) = (vms.clone(), queue.clone());
+        let machines = machines.clone();
         move |change: &Change<'_, Vm>| {
             vms.observe(change);
             queue.push(change.key.clone());
+            if change.new.is_none()
+                && let Some(machines) = machines.get()
+            {
+                machines.vm_deleted(change.key);
+            }
         }
     };
     // After a relist, own writes may be lost without a change event: the watch was interrupted, or the API server was restored
@@ -168,8 +187,8 @@ async fn run_controller(
     );
     let reconciler = Arc::new(Reconciler {
         events: Events::new(client.clone(), "vm-operator-shim"),
-        client,
-        resource,
+        client: client.clone(),
+        resource: resource.clone(),
         claims,
         missing_claims,
         attach_limiter,
@@ -177,19 +196,47 @@ async fn run_controller(
         vms,
         attachments,
         status_delay: Default::default(),
-        metrics,
+        metrics: metrics.clone(),
     });
     let term = || {
         let worker = queue.worker("virtual-machines");
         for vm in reconciler.vms.informer().list() {
             queue.push(Key::of(&*vm));
         }
-        worker.run_fair(PARALLEL, Retry::default(), stop.clone(), Key::clone, |key| {
+        let vms = worker.run_fair(PARALLEL, Retry::default(), stop.clone(), Key::clone, |key| {
             let reconciler = reconciler.clone();
             async move { reconciler.reconcile(&key).await }
-        })
+        });
+        let machines = async {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                machines = machines.wait() => machines.run(stop.clone()).await,
+            }
+        };
+        async { tokio::join!(vms, machines) }.map(drop)
     };
-    election.lead(ready, &stop, term).await;
+    tokio::join!(start_machines, election.lead(ready, &stop, term));
+}
+
+/// Starts the watches of Cluster API's objects, if they are wanted, and makes them known once they are synced. Cluster API may
+/// be installed later.
+async fn start_machines(
+    client: &Client,
+    vms: &ApiResource,
+    checks: Option<machines::Checks>,
+    metrics: &Metrics,
+    known: &SetOnce<Machines>,
+    stop: &CancellationToken,
+) {
+    let Some(checks) = checks else { return };
+    let Some(machines) = Machines::start(client, vms, checks, metrics, stop).await else { return };
+    tokio::select! {
+        () = stop.cancelled() => {}
+        () = machines.synced() => {
+            // Nothing else sets it.
+            let _ = known.set(machines);
+        }
+    }
 }
 
 /// Watches the claims. When a missing claim is created, the VMs that name it are requeued.

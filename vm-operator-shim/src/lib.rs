@@ -6,6 +6,7 @@ mod attach_limiter;
 mod attachments;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+pub mod machines;
 mod missing_claims;
 pub mod plan;
 mod reconcile;

@@ -83,7 +83,7 @@ impl Metrics {
         Self(writes)
     }
 
-    fn count(&self, operation: &'static str, ok: bool) {
+    pub(crate) fn count(&self, operation: &'static str, ok: bool) {
         let labels = Labels { operation, outcome: if ok { "ok" } else { "error" } };
         self.0.get_or_create(&labels).inc();
     }

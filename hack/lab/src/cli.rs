@@ -17,7 +17,7 @@ use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
 use crate::vm::network;
-use crate::{advisories, generate, images, package, release, verbs, verify};
+use crate::{advisories, cluster_api, generate, images, package, release, verbs, verify};
 
 /// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
 #[derive(Debug, Parser)]
@@ -112,6 +112,9 @@ enum Verb {
     /// Forward connections between the host and the network of the virtual machines. A component of a lab.
     #[command(hide = true)]
     VmNetwork(network::ForwardOptions),
+    /// Make virtual machines for Cluster API. A component of a lab.
+    #[command(hide = true)]
+    ClusterApiProvider(cluster_api::ProviderOptions),
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
         /// Name of the bench. `help` lists them.
@@ -147,6 +150,9 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Generate => generate::generate(&ui).await.map(|()| ExitCode::SUCCESS),
         Verb::Advisory { clone } => renew_advisories(&clone).await,
         Verb::VmNetwork(options) => network::forward(&options).await.map(|()| ExitCode::SUCCESS),
+        Verb::ClusterApiProvider(options) => {
+            cluster_api::provide(&run, &options).await.map(|()| ExitCode::SUCCESS)
+        }
         Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
     }
 }

@@ -167,6 +167,7 @@ fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Component>
     let kubeconfig = text(&cluster.kubeconfig_of("vm-operator-shim"));
     let mut words = argv(&state.binaries, "vm-operator-shim", &[("kubeconfig", kubeconfig)]);
     words.extend(replica.lease(MANAGEMENT_NAMESPACE));
+    words.extend(state.cluster_api.is_some().then(|| "--cluster-api".to_owned()));
     Ok(component(words, ports::free(1)?[0], None))
 }
 

@@ -22,6 +22,7 @@ pub mod audit;
 pub mod cache;
 pub mod cli;
 pub mod cluster;
+pub mod cluster_api;
 pub mod containerd;
 mod demo;
 pub mod deployed;

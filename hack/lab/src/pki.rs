@@ -1,6 +1,7 @@
 //! PKI: one certificate authority per cluster, and the certificates it signs.
 //!
-//! The authority's key exists only in this process: everything a lab needs is signed while it starts.
+//! The authority's key exists only in this process, since everything a lab needs is signed while it starts. Only a lab with
+//! Cluster API, whose VMs come and go, keeps that of its guest.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -10,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
 
@@ -29,23 +30,38 @@ pub struct Pair {
 
 /// A certificate authority.
 pub struct Authority {
-    issuer: CertifiedIssuer<'static, KeyPair>,
+    issuer: Issuer<'static, KeyPair>,
+    pair: Pair,
 }
 
 impl Authority {
     /// A new authority.
     pub fn new(name: &str) -> Result<Self> {
-        let mut params = params(name, &[])?;
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages =
-            vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign, KeyUsagePurpose::DigitalSignature];
-        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
-        Ok(Self { issuer })
+        let (params, key) = (authority_params(name)?, KeyPair::generate()?);
+        let cert = params.self_signed(&key)?.pem();
+        let pair = Pair { cert, key: key.serialize_pem() };
+        Ok(Self { issuer: Issuer::new(params, key), pair })
+    }
+
+    /// The authority with this name whose certificate and key [`Pair::write`] has written.
+    pub fn read(name: &str, dir: &Path, file: &str) -> Result<Self> {
+        let read = |end: &str| {
+            let path = dir.join(format!("{file}.{end}"));
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+        };
+        let pair = Pair { cert: read("crt")?, key: read("key")? };
+        let key = KeyPair::from_pem(&pair.key)?;
+        Ok(Self { issuer: Issuer::new(authority_params(name)?, key), pair })
     }
 
     /// The authority's certificate, PEM.
     pub fn cert(&self) -> String {
-        self.issuer.pem()
+        self.pair.cert.clone()
+    }
+
+    /// Its certificate and key.
+    pub fn pair(&self) -> &Pair {
+        &self.pair
     }
 
     /// A server certificate for these host names and addresses.
@@ -80,6 +96,14 @@ impl Authority {
         let cert = params.signed_by(&key, &self.issuer)?;
         Ok(Pair { cert: cert.pem(), key: key.serialize_pem() })
     }
+}
+
+fn authority_params(name: &str) -> Result<CertificateParams> {
+    let mut params = params(name, &[])?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages =
+        vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign, KeyUsagePurpose::DigitalSignature];
+    Ok(params)
 }
 
 fn params(name: &str, hosts: &[&str]) -> Result<CertificateParams> {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cache::BaseImage;
 use crate::deployed::Deployment;
 use crate::ready::Ready;
 
@@ -39,6 +40,9 @@ pub struct State {
     pub infra: Option<Infra>,
     /// The virtual machines.
     pub vms: BTreeMap<String, VmRecord>,
+    /// What the infrastructure provider of Cluster API needs, if the lab has one.
+    #[serde(default)]
+    pub cluster_api: Option<ClusterApi>,
     /// Loop and simulated nodes.
     pub loop_nodes: BTreeMap<String, LoopNodeRecord>,
 }
@@ -108,6 +112,17 @@ pub struct Infra {
     pub libvirt_uri: String,
     /// mgmt-csi's socket.
     pub mgmt_socket: PathBuf,
+}
+
+/// What the infrastructure provider of Cluster API makes VMs from.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ClusterApi {
+    /// Ports on this host that are forwarded to kubelets: as many VMs can exist at the same time.
+    pub kubelet_ports: Vec<u16>,
+    /// `kvm` or `tcg`.
+    pub accelerator: String,
+    /// What the VMs boot.
+    pub image: BaseImage,
 }
 
 /// A libvirt VM.

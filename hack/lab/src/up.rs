@@ -13,7 +13,7 @@ use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
 use crate::ui::Ui;
 use crate::vm::{self, Payload, libvirtd};
-use crate::{drivers, infra, kubeconfig, ports, virtual_machines};
+use crate::{cluster_api, drivers, infra, kubeconfig, ports, virtual_machines};
 
 /// The guest that all VMs belong to.
 const VM_GUEST: &str = "g1";
@@ -48,6 +48,10 @@ pub struct UpOptions {
     /// With --deployed: install this commit or tag of Nestor instead of this tree.
     #[arg(long, value_name = "COMMIT", requires = "deployed")]
     pub version: Option<String>,
+    /// Let Cluster API make the virtual machines: its core controllers, with an infrastructure provider of the lab. They are
+    /// the workers of a MachineDeployment.
+    #[arg(long, conflicts_with_all = ["deployed", "replicas"])]
+    pub cluster_api: bool,
 }
 
 impl Default for UpOptions {
@@ -61,6 +65,7 @@ impl Default for UpOptions {
             release: false,
             deployed: false,
             version: None,
+            cluster_api: false,
         }
     }
 }
@@ -72,6 +77,7 @@ struct Built {
     image: BaseImage,
     binaries: PathBuf,
     deployment: Option<Deployment>,
+    cluster_api: Option<cluster_api::Built>,
 }
 
 /// A guest that is not started yet: its control plane, and its record in the state.
@@ -85,6 +91,8 @@ struct Plan {
     management: ControlPlane,
     guests: Vec<PlannedGuest>,
     vms: Vec<(String, VmRecord)>,
+    /// Ports of the kubelets of VMs that come later.
+    kubelet_ports: Vec<u16>,
 }
 
 /// Starts a lab; returns when every component is ready.
@@ -117,6 +125,9 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         Some(deployment) => deploy(ui, run, &plan, &deployment.installed).await?,
         None => start_system(ui, run, options.replicas, &plan).await?,
     }
+    if options.cluster_api {
+        cluster_api::start_workers(ui, run, &plan.guest(VM_GUEST)?.record(run)?, options.vms).await?;
+    }
     run.update(|state| state.complete = true)
 }
 
@@ -134,17 +145,22 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     let (tools, (snapshot_definitions, debian, binaries)) =
         futures::try_join!(cache::tools(ui, options.kubernetes), others)?;
     let image = cache::base_image(ui, &debian, &tools).await?;
+    let cluster_api = match options.cluster_api {
+        true => Some(cluster_api::prepare(ui).await?),
+        false => None,
+    };
+    let built = Built { tools, snapshot_definitions, image, binaries, deployment: None, cluster_api };
     if !options.deployed {
-        return Ok(Built { tools, snapshot_definitions, image, binaries, deployment: None });
+        return Ok(built);
     }
-    let current = Version::current(&binaries);
+    let current = Version::current(&built.binaries);
     let installed = match &options.version {
         Some(commit) => Version::of_commit(ui, commit, options.release).await?,
         None => current.clone(),
     };
     let binaries = installed.binaries.clone();
     let deployment = Some(Deployment { helm: cache::helm(ui).await?, installed, current });
-    Ok(Built { tools, snapshot_definitions, image, binaries, deployment })
+    Ok(Built { binaries, deployment, ..built })
 }
 
 fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {
@@ -180,7 +196,16 @@ impl Plan {
         let guests: Vec<PlannedGuest> =
             (1..=options.guests).map(|number| plan_guest(run, options, number)).collect::<Result<_>>()?;
         let accelerator = vm::accelerator(&built.image).await;
-        let nodes = (1..=options.vms)
+        let kubelet_ports = match options.cluster_api {
+            true => {
+                let guest = guests.iter().find(|guest| guest.guest.cluster.name == VM_GUEST);
+                let plane = &guest.context("a lab without guests")?.plane;
+                cluster_api::plan(run, plane, &built.image, accelerator)?.kubelet_ports
+            }
+            false => Vec::new(),
+        };
+        let own_vms = if options.cluster_api { 0 } else { options.vms };
+        let nodes = (1..=own_vms)
             .zip(infra::ZONES.iter().cycle())
             .map(|(number, zone)| (format!("vm-{number}"), VM_GUEST, *zone));
         let own = options.deployed.then(|| (MANAGEMENT_NODE.to_owned(), MANAGEMENT, infra::ZONES[0]));
@@ -191,7 +216,7 @@ impl Plan {
                 Ok((name.clone(), vm::plan(run, &name, cluster, zone, accelerator)?))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { management, guests, vms })
+        Ok(Self { management, guests, vms, kubelet_ports })
     }
 
     /// The control plane of a cluster.
@@ -207,6 +232,14 @@ impl Plan {
     /// The VMs that are nodes of guests.
     fn guest_vms(&self) -> impl Iterator<Item = &(String, VmRecord)> {
         self.vms.iter().filter(|(_, machine)| machine.guest != MANAGEMENT)
+    }
+}
+
+impl PlannedGuest {
+    /// The guest's record, which has its cluster ID once its control plane runs.
+    fn record(&self, run: &Run) -> Result<Guest> {
+        let name = &self.guest.cluster.name;
+        run.state()?.guests.remove(name).with_context(|| format!("no guest {name}"))
     }
 }
 
@@ -249,7 +282,7 @@ async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Opti
 /// Connects the VMs with the API server of their cluster and the host with their kubelets; in pods, Nestor also needs the
 /// management cluster and the storage infra.
 async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
-    if plan.vms.is_empty() {
+    if plan.vms.is_empty() && plan.kubelet_ports.is_empty() {
         return Ok(());
     }
     let mut to_host: Vec<u16> = plan.guests.iter().map(|guest| guest.plane.api_port()).collect();
@@ -257,7 +290,8 @@ async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
         let infra = run.state()?.infra.context("no storage infra")?;
         to_host.extend([plan.management.api_port(), ports::of_url(&infra.url)?]);
     }
-    let to_vms: Vec<u16> = plan.vms.iter().map(|(_, machine)| machine.kubelet_port).collect();
+    let kubelets = plan.vms.iter().map(|(_, machine)| machine.kubelet_port);
+    let to_vms: Vec<u16> = kubelets.chain(plan.kubelet_ports.iter().copied()).collect();
     vm::network::start(run, &to_host, &to_vms).await
 }
 
@@ -266,11 +300,16 @@ async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &Contro
     management.start(run, &built.tools).await?;
     let cluster = &management.cluster;
     cluster::apply_snapshot_api(cluster, &built.snapshot_definitions).await?;
-    cluster::apply_cluster_api(cluster).await?;
+    if built.cluster_api.is_none() {
+        cluster::apply_cluster_api(cluster).await?;
+    }
     if built.deployment.is_none() {
         cluster::prepare_management(cluster).await?;
     }
     step.done();
+    if let Some(built) = &built.cluster_api {
+        cluster_api::start_controllers(ui, run, built).await?;
+    }
     Ok(())
 }
 

@@ -136,7 +136,10 @@ const ACCOUNT: &str = "Role ACCOUNT";
 const CLASSES: &str = "ClusterRole nestor:class-reader";
 const GUEST: &str = "ClusterRole nestor:gc-csi-controller";
 const GUEST_ELECTION: &str = "Role nestor:gc-csi-controller";
+const CREATOR: &str = "ClusterRole nestor:virtual-machine-creator";
 const WATCH: &[&str] = &["list", "watch"];
+/// Why the rights for Machines are not removed here.
+const CLUSTER_API: &str = "this lab has no Cluster API: the module capi uses them";
 
 /// One row for each right of Nestor's own programs.
 const ROWS: &[Row] = &[
@@ -247,6 +250,9 @@ const ROWS: &[Row] = &[
             "Nestor's programs check it, not the API server: the module rights reads metrics without it",
         ),
     ),
+    (CREATOR, "machines", WATCH, How::Not(CLUSTER_API)),
+    (CREATOR, "clusters", WATCH, How::Not(CLUSTER_API)),
+    (CREATOR, "virtualmachines", &["create", "patch"], How::Not(CLUSTER_API)),
 ];
 
 /// Rights whose lack a program does not report by itself: role, resource, verb, and why.

@@ -62,8 +62,7 @@ pub(super) fn desired(machine: &Machine, cluster_id: Option<&str>) -> Step {
     let Some(cluster_id) = cluster_id.filter(|id| !id.is_empty()) else {
         return Step::Refuse(Reason::ClusterIdMissing, unlabelled(&machine.spec.cluster_name));
     };
-    let zone = machine.spec.failure_domain.as_deref().filter(|zone| !zone.is_empty());
-    let labels = [(LABEL_CLUSTER_ID, Some(cluster_id)), (LABEL_ZONE, zone)];
+    let labels = [(LABEL_CLUSTER_ID, Some(cluster_id)), (LABEL_ZONE, machine.zone())];
     let labels = labels.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.to_owned())));
     Step::Have(Desired { name: node.to_owned(), labels: labels.collect(), uuid })
 }
@@ -152,9 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_a_failure_domain_gives_no_zone() {
+    fn the_zone_is_where_the_provider_placed_the_vm_or_else_the_requested_one() {
         let mut machine = machine();
-        machine.spec.failure_domain = None;
+        machine.status.as_mut().unwrap().failure_domain = Some("zone-b".to_owned());
+        assert_eq!(vm(&machine).labels[LABEL_ZONE], "zone-b");
+        (machine.spec.failure_domain, machine.status.as_mut().unwrap().failure_domain) = (None, None);
         assert_eq!(vm(&machine).labels.len(), 1);
     }
 

@@ -23,7 +23,7 @@ pub(super) struct MachineSpec {
     /// ID of the VM, set by the infrastructure provider. Example: `libvirt:///42103d4a-9a5f-4b51-8f5c-0c9f7a4c1e11`.
     #[serde(default, rename = "providerID", skip_serializing_if = "Option::is_none")]
     pub(super) provider_id: Option<String>,
-    /// Zone of the VM.
+    /// Zone that the VM was requested in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) failure_domain: Option<String>,
 }
@@ -34,6 +34,9 @@ pub(super) struct MachineStatus {
     /// The Node in the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) node_ref: Option<NodeReference>,
+    /// Zone in which the infrastructure provider has placed the VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) failure_domain: Option<String>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -48,6 +51,8 @@ pub(super) trait MachineExt {
     fn cluster(&self) -> Key;
     /// Name of its Node, once it has joined the guest.
     fn node_name(&self) -> Option<&str>;
+    /// Its zone, if it has one.
+    fn zone(&self) -> Option<&str>;
 }
 
 impl MachineExt for Machine {
@@ -58,6 +63,11 @@ impl MachineExt for Machine {
     fn node_name(&self) -> Option<&str> {
         let name = self.status.as_ref()?.node_ref.as_ref()?.name.as_str();
         Some(name).filter(|name| !name.is_empty())
+    }
+
+    fn zone(&self) -> Option<&str> {
+        let placed = self.status.as_ref().and_then(|status| status.failure_domain.as_deref());
+        [placed, self.spec.failure_domain.as_deref()].into_iter().flatten().find(|zone| !zone.is_empty())
     }
 }
 

@@ -1,5 +1,5 @@
-//! Third-party CustomResourceDefinitions: of the snapshot API, from the module of its Go client, and of the Prometheus
-//! Operator.
+//! Third-party CustomResourceDefinitions: of the snapshot API, from the module of its Go client, of Cluster API with its
+//! webhooks, and of the Prometheus Operator.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,10 @@ const OPERATOR: &str = "github.com/prometheus-operator/prometheus-operator@v0.85
 /// Checksum of that module, as in a go.sum.
 const OPERATOR_SUM: &str = "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=";
 const OPERATOR_FOLDER: &str = "example/prometheus-operator-crd";
+const CLUSTER_API: &str = "sigs.k8s.io/cluster-api";
+/// The kinds that the core controllers watch.
+const CLUSTER_API_KINDS: [&str; 4] =
+    ["cluster.x-k8s.io_", "addons.cluster.x-k8s.io_", "ipam.cluster.x-k8s.io_", "runtime.cluster.x-k8s.io_"];
 /// The kinds that the charts create.
 const OPERATOR_KINDS: [&str; 3] = [
     "monitoring.coreos.com_podmonitors.",
@@ -41,13 +45,31 @@ pub async fn snapshot_definitions() -> Result<PathBuf> {
         fs::read(tools.join("go.mod")).with_context(|| format!("no go.mod in {}", tools.display()))?;
     let key = Key::new("snapshot-definitions").with("go.mod", &go_mod);
     entry(&format!("definitions-{}", key.hex()), async |out: &Path| {
-        let go = async |args: &[&str]| run(command("go", args).current_dir(&tools)).await;
-        // `go build` also downloads the module, but its build cache may outlive the module cache.
-        go(&["mod", "download", MODULE]).await?;
-        let source = go(&["list", "-m", "-f", "{{.Dir}}", MODULE]).await?;
-        copy(&Path::new(source.trim()).join(FOLDER), out, &[PREFIX])
+        copy(&module_folder(&tools, MODULE).await?.join(FOLDER), out, &[PREFIX])
     })
     .await
+}
+
+/// Returns the folder with the definitions and webhooks of Cluster API's core, in the version of its controllers.
+pub async fn cluster_api_manifests() -> Result<PathBuf> {
+    let tools = repository().join("hack/tools/cluster-api");
+    let go_mod =
+        fs::read(tools.join("go.mod")).with_context(|| format!("no go.mod in {}", tools.display()))?;
+    let key = Key::new("cluster-api-manifests").with("go.mod", &go_mod);
+    entry(&format!("definitions-{}", key.hex()), async |out: &Path| {
+        let source = module_folder(&tools, CLUSTER_API).await?;
+        copy(&source.join("core/config/crd/bases"), out, &CLUSTER_API_KINDS)?;
+        copy(&source.join("core/config/webhook"), out, &["manifests.yaml"])
+    })
+    .await
+}
+
+/// Folder of the sources of a module that another one requires.
+async fn module_folder(requiring: &Path, module: &str) -> Result<PathBuf> {
+    let go = async |args: &[&str]| run(command("go", args).current_dir(requiring)).await;
+    // `go build` also downloads the module, but its build cache may outlive the module cache.
+    go(&["mod", "download", module]).await?;
+    Ok(PathBuf::from(go(&["list", "-m", "-f", "{{.Dir}}", module]).await?.trim()))
 }
 
 /// Returns the folder with the definitions of the Prometheus Operator. Only the chart tests need them, so they are

@@ -7,6 +7,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 
 use super::oci::write_images;
 use super::{Key, entry};
@@ -42,7 +43,7 @@ const CONTAINERD: &str = include_str!("../../image/containerd.toml");
 const CNI: &str = include_str!("../../image/cni.conflist");
 
 /// The files of the base image. They are never modified after the build.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BaseImage {
     /// The kernel.
     pub kernel: PathBuf,

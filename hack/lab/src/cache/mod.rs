@@ -20,14 +20,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-pub use definitions::{monitoring_definitions, snapshot_definitions};
+pub use definitions::{cluster_api_manifests, monitoring_definitions, snapshot_definitions};
 pub(crate) use host::debian_host;
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image, debian_root};
 pub use kubernetes::Kubernetes;
 pub use perses::perses;
 pub(crate) use schemathesis::schemathesis;
-pub use tools::{helm, otelcol, prometheus, tools};
+pub use tools::{cluster_api, helm, otelcol, prometheus, tools};
 
 use crate::run::lock;
 

@@ -62,6 +62,11 @@ pub async fn prometheus(ui: &Ui) -> Result<PathBuf> {
     modules(ui, "prometheus", &["prometheus"]).await
 }
 
+/// Returns the folder with the core controllers of Cluster API, the program `core`. Built on demand.
+pub async fn cluster_api(ui: &Ui) -> Result<PathBuf> {
+    modules(ui, "cluster-api", &["cluster-api"]).await
+}
+
 /// Returns the OpenTelemetry collector. Only the tests of traces need it, so it is built on demand.
 pub async fn otelcol(ui: &Ui) -> Result<PathBuf> {
     Ok(modules(ui, "otelcol", &["otelcol"]).await?.join("otelcol"))

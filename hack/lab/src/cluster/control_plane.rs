@@ -45,7 +45,7 @@ impl ControlPlane {
         let dir = run.path("clusters").join(plan.name);
         fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let free = ports::free(5)?;
-        let authority = Authority::new(&format!("{} cluster", plan.name))?;
+        let authority = Authority::new(&authority_name(plan.name))?;
         let ca = dir.join("ca.crt");
         pki::write_private(&ca, &authority.cert())?;
         let cluster = Cluster {
@@ -109,14 +109,12 @@ impl ControlPlane {
 
     /// Files that a VM needs to become the node `name`: a kubeconfig and the kubelet's certificate.
     pub fn kubelet_files(&self, name: &str) -> Result<KubeletFiles> {
-        let client = self.authority.client(&format!("system:node:{name}"), Some("system:nodes"))?;
-        let server = format!("https://{SERVER_ADDRESS_FROM_VM}:{}", self.api);
-        Ok(KubeletFiles {
-            kubeconfig: kubeconfig::render(&server, &self.authority.cert(), &User::Certificate(&client))?,
-            serving: self.authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
-            client: self.authority.client("lab", Some("system:masters"))?,
-            ca: self.authority.cert(),
-        })
+        KubeletFiles::sign(&self.authority, self.api, name)
+    }
+
+    /// Keeps the key of the cluster's authority beside its certificate, for nodes that join later.
+    pub fn keep_key(&self) -> Result<()> {
+        self.authority.pair().write(&self.dir, "ca").map(drop)
     }
 
     /// The port of its API server.
@@ -306,6 +304,30 @@ pub struct KubeletFiles {
     pub client: pki::Pair,
     /// The certificate of the cluster's authority.
     pub ca: String,
+}
+
+impl KubeletFiles {
+    /// Files of a node that joins a cluster that runs and whose authority's key [was kept](ControlPlane::keep_key).
+    pub fn of_running(cluster: &Cluster, name: &str) -> Result<Self> {
+        let dir = cluster.ca.parent().context("the authority's certificate is in no folder")?;
+        let authority = Authority::read(&authority_name(&cluster.name), dir, "ca")?;
+        Self::sign(&authority, ports::of_url(&cluster.server)?, name)
+    }
+
+    fn sign(authority: &Authority, api: u16, name: &str) -> Result<Self> {
+        let client = authority.client(&format!("system:node:{name}"), Some("system:nodes"))?;
+        let server = format!("https://{SERVER_ADDRESS_FROM_VM}:{api}");
+        Ok(Self {
+            kubeconfig: kubeconfig::render(&server, &authority.cert(), &User::Certificate(&client))?,
+            serving: authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
+            client: authority.client("lab", Some("system:masters"))?,
+            ca: authority.cert(),
+        })
+    }
+}
+
+fn authority_name(cluster: &str) -> String {
+    format!("{cluster} cluster")
 }
 
 /// `PROGRAM --flag=value ...`

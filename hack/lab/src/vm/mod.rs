@@ -93,15 +93,41 @@ pub async fn accelerator(image: &BaseImage) -> &'static str {
 
 /// Allocates the identity and port of a VM and records them in the state.
 pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<VmRecord> {
-    let vm = VmRecord {
+    let vm = record(guest, zone, accelerator, ports::free(1)?[0]);
+    run.update(|state| state.vms.insert(name.to_owned(), vm.clone()))?;
+    Ok(vm)
+}
+
+/// A new VM.
+pub fn record(guest: &str, zone: &str, accelerator: &str, kubelet_port: u16) -> VmRecord {
+    VmRecord {
         guest: guest.to_owned(),
         uuid: Uuid::new_v4().to_string(),
         zone: zone.to_owned(),
         accelerator: accelerator.to_owned(),
-        kubelet_port: ports::free(1)?[0],
-    };
-    run.update(|state| state.vms.insert(name.to_owned(), vm.clone()))?;
-    Ok(vm)
+        kubelet_port,
+    }
+}
+
+/// The provider ID of a VM's node.
+pub fn provider_id(vm: &VmRecord) -> String {
+    format!("lab:///{}", vm.uuid)
+}
+
+/// Stops a VM at once and removes its domain and its files. Succeeds if it does not exist.
+pub async fn remove(run: &Run, name: &str) -> Result<()> {
+    let domains = virsh(run, ["list", "--all", "--name"]).await?;
+    if domains.lines().any(|domain| domain == name) {
+        if virsh(run, ["domstate", name]).await?.trim() != "shut off" {
+            virsh(run, ["destroy", name]).await?;
+        }
+        virsh(run, ["undefine", name]).await?;
+    }
+    let dir = run.path("vms").join(name);
+    if dir.exists() {
+        fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
+    }
+    run.update(|state| state.vms.remove(name)).map(drop)
 }
 
 /// Creates a VM's disks, defines the domain and starts it.
@@ -212,7 +238,8 @@ async fn config_disk(
     write_private(&files.join("env"), &env)?;
     write_private(&files.join("kubeconfig"), &kubelet.kubeconfig)?;
     write_private(&files.join("ca.crt"), &kubelet.ca)?;
-    write_private(&files.join("kubelet.yaml"), &KUBELET.replace("${PORT}", &vm.kubelet_port.to_string()))?;
+    let settings = KUBELET.replace("${PORT}", &vm.kubelet_port.to_string());
+    write_private(&files.join("kubelet.yaml"), &settings.replace("${PROVIDER_ID}", &provider_id(vm)))?;
     kubelet.serving.write(&files, "kubelet")?;
     if let Payload::Plugin(program) = payload {
         write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;

@@ -244,9 +244,12 @@ impl PodScenario {
                 left.push(format!("an entry in VirtualMachine {}", vm.name_any()));
             }
         }
-        for node in [&self.first_node, &self.second_node] {
-            if self.scenario.lab.libvirt_disks(node).await?.contains(&volume.disk) {
-                left.push(format!("a disk in domain {node}"));
+        for node in self.scenario.lab.domains().await? {
+            match self.scenario.lab.libvirt_disks(&node).await {
+                Ok(disks) if !disks.contains(&volume.disk) => {}
+                Ok(_) => left.push(format!("a disk in domain {node}")),
+                // It may have been removed meanwhile.
+                Err(error) => left.push(format!("{error:#}")),
             }
         }
         Ok(left)

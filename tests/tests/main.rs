@@ -13,6 +13,7 @@ mod attach;
 mod backup;
 mod bad_input;
 mod budget;
+mod capi;
 mod charts;
 mod claim_deletion;
 mod clone;

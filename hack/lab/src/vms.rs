@@ -49,6 +49,12 @@ impl Lab {
         })
     }
 
+    /// The names of all domains of the run's libvirt now.
+    pub async fn domains(&self) -> Result<Vec<String>> {
+        let names = vm::virsh(self.run(), ["list", "--all", "--name"]).await?;
+        Ok(names.lines().filter(|name| !name.is_empty()).map(str::to_owned).collect())
+    }
+
     /// The serials of the disks that are hot-plugged into a VM, from the live domain.
     pub async fn libvirt_disks(&self, vm: &str) -> Result<Vec<String>> {
         let xml = vm::virsh(self.run(), ["dumpxml", vm]).await?;

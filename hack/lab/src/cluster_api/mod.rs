@@ -66,6 +66,11 @@ pub(crate) async fn start_controllers(ui: &Ui, run: &Run, built: &Built) -> Resu
 /// Starts the provider, and creates the guest's Cluster with so many workers. Returns when they have joined.
 pub(crate) async fn start_workers(ui: &Ui, run: &Run, guest: &Guest, workers: u32) -> Result<()> {
     provider::start(run).await?;
+    create_cluster(ui, run, guest, workers).await
+}
+
+/// Creates the guest's Cluster with so many workers. Returns when they have joined.
+pub async fn create_cluster(ui: &Ui, run: &Run, guest: &Guest, workers: u32) -> Result<()> {
     guest::create(run, guest, workers).await?;
     let step = ui.step(format!("{workers} workers of Cluster API"));
     guest::wait_for_workers(run, guest, workers).await?;

@@ -92,7 +92,10 @@ async fn run(ui: &Ui, planned: &[Step], keep_going: bool, report: &mut Report) -
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Pods].into_iter().chain(Kubernetes::OTHERS.map(Kind::Version)) {
+    for kind in [Kind::Processes, Kind::Pods, Kind::ClusterApi]
+        .into_iter()
+        .chain(Kubernetes::OTHERS.map(Kind::Version))
+    {
         if keep_going || !report.has_failure() {
             outcome = outcome.and(run_in_labs(ui, &of(Some(kind)).collect::<Vec<_>>(), kind, report).await);
         }
@@ -123,6 +126,7 @@ fn lab_for(kind: Kind, steps: &[Step]) -> (&'static str, UpOptions) {
             let version = upgrades.then(|| EARLIER.to_owned());
             ("test-pods", UpOptions { deployed: true, release: true, version, ..UpOptions::default() })
         }
+        Kind::ClusterApi => ("test-capi", UpOptions { cluster_api: true, ..UpOptions::default() }),
         Kind::Version(kubernetes) => ("test-kubernetes", UpOptions { kubernetes, ..UpOptions::default() }),
     }
 }

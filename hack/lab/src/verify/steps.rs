@@ -34,6 +34,9 @@ const DEPLOYED: [&str; 2] = [UPGRADE, "deployed"];
 /// Module of the black-box tests that runs once for each further version of Kubernetes.
 const KUBERNETES: &str = "kubernetes_versions";
 
+/// Module of the black-box tests that needs a lab whose VMs Cluster API makes.
+const CLUSTER_API: &str = "capi";
+
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
@@ -108,6 +111,8 @@ pub(super) enum Kind {
     Processes,
     /// Nestor runs in pods.
     Pods,
+    /// Cluster API makes the VMs.
+    ClusterApi,
     /// All clusters run this version of Kubernetes.
     Version(Kubernetes),
 }
@@ -149,7 +154,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
-    let own_lab = |module: &str| DEPLOYED.contains(&module) || module == KUBERNETES;
+    let own_lab = |module: &str| DEPLOYED.contains(&module) || [KUBERNETES, CLUSTER_API].contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
         step(module, set, &description(module), blackbox(format!("{module}::"), None))
@@ -160,6 +165,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps.extend(DEPLOYED.map(|module| {
         step(module, Set::All, &description(module), blackbox_in(Kind::Pods, format!("{module}::"), None))
     }));
+    let work = blackbox_in(Kind::ClusterApi, format!("{CLUSTER_API}::"), None);
+    steps.push(step(CLUSTER_API, Set::All, &description(CLUSTER_API), work));
     steps.extend(Kubernetes::OTHERS.map(|version| {
         let description = format!("{} with Kubernetes {version}", description(KUBERNETES));
         let work = blackbox_in(Kind::Version(version), format!("{KUBERNETES}::"), None);
@@ -310,7 +317,8 @@ mod tests {
     fn steps_with_a_lab_run_after_all_others() {
         let first = steps().iter().position(|step| step.work.lab().is_some()).unwrap();
         assert!(steps()[first..].iter().all(|step| step.work.lab().is_some()));
-        let expected = ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed"];
+        let expected =
+            ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed", "capi"];
         assert_eq!(
             names(&steps()[first..]),
             [&expected[..], &["kubernetes-1.35", "kubernetes-1.37"]].concat()
@@ -338,6 +346,7 @@ mod tests {
                 "long-soak",
                 "upgrade",
                 "deployed",
+                "capi",
                 "kubernetes-1.35",
                 "kubernetes-1.37",
             ]

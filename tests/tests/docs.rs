@@ -25,13 +25,14 @@ const RUN: [&str; 14] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 20] = [
+const NOT_RUN: [(&str, &str); 21] = [
     ("CONTRIBUTING.md", "fuzzes for an hour, and fetches the list of advisories"),
     ("README.md", "starts labs of its own"),
     ("docs/decisions/fuzzing.md", "fuzzes for an hour"),
     ("docs/explanation/crash-safety.md", "lists tests, each of which is a step of its own"),
     ("docs/guides/ceph.md", "presupposes a Ceph cluster; the step ceph of `cargo lab test --all` starts one"),
     ("docs/guides/certificates.md", "replaces credentials that other tests use"),
+    ("docs/guides/cluster-api.md", "needs Cluster API; the module capi has it"),
     ("docs/guides/console.md", "presupposes the chart in pods; the module console runs the program"),
     (
         "docs/guides/guest-credentials.md",

@@ -189,6 +189,13 @@ pub const ANNOTATION_MADE_BY: &str = "nestor.dev/made-by";
 /// Annotation on a management claim or VolumeSnapshot: UID of the Cluster object in the ownerReference that gc-csi set.
 /// gc-csi does not touch other ownerReferences.
 pub const ANNOTATION_DELETED_WITH: &str = "nestor.dev/deleted-with";
+/// Prefix of the annotations about the adoption of a file.
+pub const ANNOTATION_ADOPTION_PREFIX: &str = "nestor.dev/adopt";
+/// Annotation on a management PersistentVolume: path of a file on the host of the storage infra, which becomes the volume. Set
+/// by the platform team.
+pub const ANNOTATION_ADOPT_FILE: &str = "nestor.dev/adopt-file";
+/// Annotation on a management PersistentVolume: the file that became the volume. Written by mgmt-csi.
+pub const ANNOTATION_ADOPTED_FILE: &str = "nestor.dev/adopted-file";
 /// API group of the Cluster object (Cluster API) of a guest in the management cluster.
 pub const CLUSTER_GROUP: &str = "cluster.x-k8s.io";
 /// Annotation on a `VirtualMachine` whose guest node has the out-of-service taint: UID of the guest Node. Its disks may be

@@ -22,6 +22,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 
+use crate::adoptions::Adoptions;
 use crate::attachment::AttachController;
 use crate::attachment::fence::Fence;
 use crate::budgets::{Budgets, VolumeOwners};
@@ -94,11 +95,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let cluster = Cluster::new(&client);
     let claims = ClaimController::new(&mut registry, &cluster);
     let owners = VolumeOwners::new(&cluster);
+    let adoptions = Adoptions::new(&cluster);
     let credentials = GuestCredentials::new(&client, args.guest_credentials);
     let (capacity, budgets, pools) = (Capacity::default(), Budgets::default(), StoragePools::default());
     let caches = (cluster.claims(), cluster.volumes());
     let traces = Traces::new(&client);
-    let cluster = owners.watch(traces.watch(claims.watch(attach.watch(cluster))));
+    let cluster = adoptions.watch(owners.watch(traces.watch(claims.watch(attach.watch(cluster)))));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("start-up", "not complete yet");
@@ -167,8 +169,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 let guests =
                     async { tokio::join!(attachments.record_guests(), budgets.run(), owners, credentials) };
                 let publish = async { tokio::join!(publish, pools.run()) };
+                let adoptions = adoptions.run(&shared, stop.clone());
                 let nodes = nodes.run(&context, stop.clone());
-                tokio::join!(attach, claims, publish, guests, nodes);
+                tokio::join!(attach, claims, publish, guests, nodes, adoptions);
             };
             election.lead(&ready, &stop, term).await;
         };

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crds::names::{
-    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_ANTI_AFFINITY, ANNOTATION_DELETION_TRACEPARENT,
-    ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, ANNOTATION_SHARED_FROM, ANNOTATION_SHARED_WITH,
-    ANNOTATION_TRACEPARENT, ATTRIBUTE_SIBLING_OF, CONDITION_HEALTHY, FINALIZER_ATTACHED, MANAGEMENT_DRIVER,
+    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_ADOPTION_PREFIX, ANNOTATION_ANTI_AFFINITY,
+    ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES,
+    ANNOTATION_SHARED_FROM, ANNOTATION_SHARED_WITH, ANNOTATION_TRACEPARENT, ATTRIBUTE_SIBLING_OF,
+    CONDITION_HEALTHY, FINALIZER_ATTACHED, MANAGEMENT_DRIVER,
 };
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -16,7 +17,7 @@ use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
 use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    PersistentVolumeSpec, identity,
+    PersistentVolumeSpec, identity, with_prefix,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -236,6 +237,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
 
 fn trim_volume(volume: &mut PersistentVolume) {
     volume.metadata = ObjectMeta {
+        annotations: with_prefix(volume.metadata.annotations.take(), ANNOTATION_ADOPTION_PREFIX),
         labels: only_ownership(volume.metadata.labels.take()),
         deletion_timestamp: volume.metadata.deletion_timestamp.take(),
         ..identity(&mut volume.metadata)

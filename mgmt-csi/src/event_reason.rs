@@ -20,6 +20,12 @@ crds::reasons! {
         WaitForDetach,
         /// On a claim that is being deleted: whether its disk is attached is unknown, so it stays.
         DetachCheckFailed,
+        /// On a PersistentVolume: a file of the storage infra's host became its volume.
+        VolumeAdopted,
+        /// On a PersistentVolume: the file that should become its volume did not.
+        AdoptionFailed,
+        /// On a PersistentVolume: the adopted file has another size than the PersistentVolume.
+        AdoptedSizeDiffers,
         /// On a VirtualMachine: its label `nestor.dev/cluster-id` was changed, which has no effect.
         GuestLabelChanged,
         /// On a VirtualMachine: it could not be registered as a node of the storage infra.

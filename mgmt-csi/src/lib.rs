@@ -1,6 +1,7 @@
 //! CSI driver for the management cluster: creates volumes in the storage infra for csi-provisioner, and attaches them to
 //! VMs for `VolumeAttachment`s.
 
+mod adoptions;
 pub mod app;
 pub mod attachment;
 pub mod budgets;

@@ -96,19 +96,24 @@ impl Scenario {
     /// Creates a PersistentVolume for a volume that exists in the storage infra, and its claim in the guest's namespace of the
     /// management cluster, as the platform team would. The guest owns both. The cleanup deletes them and the volume.
     pub async fn claim_of_volume(&self, volume: &Volume) -> Result<String> {
+        self.claim_of(&volume.id, volume.capacity_bytes, &json!({})).await
+    }
+
+    /// The same for a volume that need not exist yet, with these annotations on its PersistentVolume, which has the name of
+    /// the claim.
+    pub async fn claim_of(&self, volume: &VolumeId, bytes: u64, annotations: &Value) -> Result<String> {
         let name = self.new_management_claim();
         let labels = json!({names::LABEL_CLUSTER_ID: self.cluster_id});
-        let storage = volume.capacity_bytes.to_string();
+        let storage = bytes.to_string();
+        let mut all = json!({"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER});
+        json_patch::merge(&mut all, annotations);
         let pv = json!({
-            "metadata": {
-                "name": name, "labels": labels,
-                "annotations": {"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER},
-            },
+            "metadata": {"name": name, "labels": labels, "annotations": all},
             "spec": {
                 "capacity": {"storage": storage}, "accessModes": ["ReadWriteOnce"],
                 "persistentVolumeReclaimPolicy": "Delete", "storageClassName": "",
                 "claimRef": {"namespace": self.namespace, "name": name},
-                "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": volume.id},
+                "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": volume},
             },
         });
         let claim = json!({

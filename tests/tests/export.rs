@@ -4,13 +4,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use crds::names::{ANNOTATION_ADOPT_FILE, ANNOTATION_ADOPTED_FILE};
 use infra_api::{Adoption, Owner, PoolName, ProblemCode, Qos, Release, Volume, VolumeId};
+use kube::ResourceExt;
 use lab::process::{command, run as run_program};
 use serde_json::json;
 use tests::bytes::{checksum, device, noise, read, write};
 use tests::infra_cli::storage_infra;
 use tests::pods::{self, PodScenario, Script};
-use tests::{Scenario, run, unique};
+use tests::{PATIENCE, Scenario, eventually, run, unique};
 
 /// Longer than a copy of these volumes takes.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -109,6 +111,52 @@ async fn adopted_files_are_mounted_by_pods_and_nothing_is_formatted() -> Result<
             let there = kept(&pods, name, &found(s, volume).await?).await?;
             ensure!(there == expected, "{name}: written {expected}, read {there}");
         }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_persistent_volume_adopts_a_file() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let (_, dir) = pool(&s, &s.volume().await?).await?;
+        let (volume, file) = (id(&s)?, dir.join(format!("{}.img", s.name)));
+        let annotations = json!({ANNOTATION_ADOPT_FILE: text(&file)?});
+        // The file is not there yet: nothing happens but an event, until it is.
+        let claim = s.claim_of(&volume, 8 << 20, &annotations).await?;
+        let is_about = |text: &str| format!("{} {text}", file.display());
+        s.wait_for_management_reason_of("PersistentVolume", &claim, "AdoptionFailed", &[text(&file)?])
+            .await?;
+        let bytes = noise(14, BYTES);
+        let unfinished = file.with_extension("new");
+        std::fs::File::create(&unfinished)?.set_len(4 << 20)?;
+        write(&unfinished, &bytes)?;
+        std::fs::rename(&unfinished, &file)?;
+        eventually("the file is adopted", PATIENCE, || async {
+            let found = s.volumes().get(&claim).await?.annotations().get(ANNOTATION_ADOPTED_FILE).cloned();
+            Ok(if found.as_deref() == file.to_str() { Ok(()) } else { Err(format!("{found:?}")) })
+        })
+        .await?;
+        s.wait_for_management_reason_of(
+            "PersistentVolume",
+            &claim,
+            "VolumeAdopted",
+            &[&is_about("is volume")],
+        )
+        .await?;
+        s.wait_for_management_reason_of(
+            "PersistentVolume",
+            &claim,
+            "AdoptedSizeDiffers",
+            &["8388608", "4194304"],
+        )
+        .await?;
+        let adopted = found(&s, &volume).await?;
+        ensure!(adopted.owner.account.as_str() == s.cluster_id, "{:?}", adopted.owner);
+        let disk = s.driver.publish(&claim, &node.name).await?;
+        ensure!(read(&device(&node, &disk), BYTES)? == bytes, "the volume has other bytes");
+        s.driver.unpublish(&claim, &node.name).await?;
         Ok(())
     })
     .await

@@ -7,9 +7,9 @@ use async_trait::async_trait;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use infra_api::{
-    Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Client,
-    ClientError, Event, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
-    VolumeId, VolumeSize, VolumeSpec,
+    Account, Adoption, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery,
+    Client, ClientError, Event, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec,
+    Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -64,6 +64,15 @@ impl StorageInfra for Rest {
         deadline: Instant,
     ) -> Result<Volume, CreateError> {
         self.by(deadline, self.0.put_volume(id, spec, until(deadline))).await
+    }
+
+    async fn adopt_volume(
+        &self,
+        id: &VolumeId,
+        adoption: &Adoption,
+        deadline: Instant,
+    ) -> Result<Volume, CreateError> {
+        self.by(deadline, self.0.adopt(id, adoption, until(deadline))).await
     }
 
     async fn delete_volume(&self, id: &VolumeId, deadline: Instant) -> Result<(), DeleteError> {

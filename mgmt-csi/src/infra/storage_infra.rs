@@ -5,8 +5,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::BoxStream;
 use infra_api::{
-    Account, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event,
-    FormatToken, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
+    Account, Adoption, Attachment, AttachmentId, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery,
+    Event, FormatToken, List, Node, NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
     VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
@@ -44,6 +44,14 @@ pub trait StorageInfra: Send + Sync + 'static {
         &self,
         id: &VolumeId,
         spec: &VolumeSpec,
+        deadline: Instant,
+    ) -> Result<Volume, CreateError>;
+
+    /// Makes a file of the storage infra's host a volume, or returns the one that an earlier identical request made.
+    async fn adopt_volume(
+        &self,
+        id: &VolumeId,
+        adoption: &Adoption,
         deadline: Instant,
     ) -> Result<Volume, CreateError>;
 

@@ -130,11 +130,12 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListAttachments
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
-        | DeleteNode | PutAttachment | DeleteAttachment => &[Role::Driver, Role::Operator],
+        | DeleteNode | PutAttachment | DeleteAttachment | AdoptVolume => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | DeleteSavedState | DeleteHost | SuspendVolume | ResumeVolume | SuspendPool
         | ResumePool | MoveVolume | CancelMove | DrainPool | CancelDrain => &[Role::Operator],
-        PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | AdoptVolume
-        | ReleaseVolume => &[Role::Operator],
+        PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | ReleaseVolume => {
+            &[Role::Operator]
+        }
     };
     roles.contains(&role)
 }

@@ -10,8 +10,8 @@ use futures::future::join_all;
 use futures::stream::BoxStream;
 use http::{Request, Response};
 use infra_api::{
-    Account, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event, List, Node, NodeSpec, Owner,
-    Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Account, Adoption, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Event, List, Node,
+    NodeSpec, Owner, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use kube::client::Body;
 use kube_kit::fair::Limits;
@@ -73,6 +73,10 @@ impl StorageInfra for Failing {
     }
 
     async fn create_volume(&self, _: &VolumeId, _: &VolumeSpec, _: Deadline) -> Result<Volume, CreateError> {
+        unreachable!()
+    }
+
+    async fn adopt_volume(&self, _: &VolumeId, _: &Adoption, _: Deadline) -> Result<Volume, CreateError> {
         unreachable!()
     }
 

@@ -228,7 +228,7 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     let limits = Qos { iops: Some(4000), bytes_per_second: None };
     client.put_qos(&v, &limits).await.unwrap();
     // An OSD dies during writes, and the monitor restarts.
-    here.ceph.kill_osd("1");
+    here.ceph.kill_osd(1);
     here.write(0, &v, 3, 4 * MIB);
     here.ceph.kill_monitor();
     let pending = here.start_write(0, 4, 8 * MIB);
@@ -239,7 +239,7 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     assert!(!here.libvirt.has(here.nodes[1], other));
     here.ceph.start_monitor();
     here.finish_write(pending, &v, 4, 8 * MIB);
-    here.ceph.start_osd("1");
+    here.ceph.start_osd(1);
     here.ceph.wait_for("three OSDs", |ceph| ceph.admin(&["osd", "stat"]).contains("3 up"));
     until("the pool is healthy again", async || client.get_pool(&pool()).await.unwrap().unwrap().healthy)
         .await;
@@ -286,7 +286,7 @@ async fn a_volume_of_a_killed_vm_is_free_only_without_watcher_and_at_once_after_
     let waits = still_running(async || client.detach(&attachment("b"), Duration::from_secs(8)).await).await;
     assert!(waits.contains("the Ceph client"), "{waits}");
     client.fence(&attachment("a"), FENCED).await.unwrap();
-    assert!(here.ceph.admin(&["osd", "blocklist", "ls"]).contains("127.0.0.1"));
+    assert!(here.ceph.admin(&["osd", "blocklist", "ls"]).contains("[::1]"));
     client.attach(&attachment("c"), &writer(&v, here.nodes[1]), SOON).await.unwrap();
     here.has(&v, 7, 0);
     here.write(1, &v, 8, 0);

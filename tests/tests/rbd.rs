@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kube::api::DeleteParams;
-use lab::Ceph;
 use tests::pods::{self, PodScenario, Script, Volume, filesystem};
 use tests::{PATIENCE, eventually};
 
@@ -31,22 +30,11 @@ const TEN_MORE: &str = "cd /data
 /// Verifies all files, and prints how many there are.
 const READ: &str = "cd /data; sha256sum -c sums > /dev/null; wc -l < sums";
 
-/// The names of the images of a volume in all pools: `POOL/IMAGE`.
-async fn images(ceph: &Ceph<'_>, id: &str) -> Result<Vec<String>> {
-    let mut found = Vec::new();
-    for pool in ["pool-a", "pool-b"] {
-        let listed = ceph.rbd(&["ls", "--pool", pool]).await?;
-        found.extend(listed.lines().filter(|name| name.contains(id)).map(|name| format!("{pool}/{name}")));
-    }
-    Ok(found)
-}
-
-/// The image of a volume.
-async fn image(pods: &PodScenario, ceph: &Ceph<'_>, volume: &Volume) -> Result<String> {
-    let id = pods.scenario().infra_volume(&volume.handle).await?.id;
-    let found = images(ceph, id.as_str()).await?;
-    let [image] = &found[..] else { anyhow::bail!("the images of {id} are {found:?}") };
-    Ok(image.clone())
+/// The names of a volume's images in all pools and their trash.
+async fn images(pods: &PodScenario, id: &str) -> Result<Vec<String>> {
+    let mut all = pods.scenario().lab.stored().await?;
+    all.retain(|name| name.contains(id));
+    Ok(all)
 }
 
 /// Waits until the storage infra reports all pools as healthy or as unhealthy, also in its metrics.
@@ -70,12 +58,15 @@ async fn no_durable_write_is_lost_when_an_osd_dies_and_the_monitor_restarts() ->
         let ceph = s.lab.ceph()?;
         let (here, there) = (&pods.first_node, &pods.second_node);
         let volume = pods.claim("data", &filesystem("ext4")).await?;
-        let image = image(&pods, &ceph, &volume).await?;
+        let infra = s.infra_volume(&volume.handle).await?;
+        let id = infra.id.as_str();
+        ensure!(images(&pods, id).await? == [id], "the images are {:?}", images(&pods, id).await?);
         let writer = pods.start(Script::new("writer", here, WRITE).mount(&volume, "/data")).await?;
         pods.running(&writer).await?;
         let ten_more = |name: &str| Script::new(name, here, TEN_MORE).mount(&volume, "/data");
         pods.run(ten_more("before")).await?;
-        ensure!(ceph.rbd(&["status", &image]).await?.contains("watcher="), "no VM has {image} open");
+        let status = ceph.rbd(&["status", &format!("{}/{id}", infra.pool)]).await?;
+        ensure!(status.contains("watcher="), "no VM has {id} open: {status}");
         ceph.kill_osd(1).await?;
         ceph.kill_monitor().await?;
         ceph.start_monitor().await?;
@@ -89,9 +80,8 @@ async fn no_durable_write_is_lost_when_an_osd_dies_and_the_monitor_restarts() ->
         pods_move_and_find(&pods, &volume, &writer, there, &wrote).await?;
 
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        let id = image.split_once('/').context("an image without a pool")?.1.to_owned();
-        eventually(&format!("the image {image} is removed"), PATIENCE, || async {
-            let left = images(&ceph, &id).await?;
+        eventually(&format!("the image {id} is removed"), PATIENCE, || async {
+            let left = images(&pods, id).await?;
             Ok(if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) })
         })
         .await

@@ -184,6 +184,13 @@ impl Ceph<'_> {
         self.call(arguments, Cluster::rbd).await
     }
 
+    /// The names of the images in a pool and in its trash.
+    pub(crate) async fn images(&self, pool: &str) -> Result<Vec<String>> {
+        let listed = self.rbd(&["ls", "--pool", pool]).await?;
+        let trash = self.rbd(&["trash", "ls", "--all", "--pool", pool]).await?;
+        Ok(listed.lines().chain(trash.lines()).map(str::to_owned).collect())
+    }
+
     async fn call(
         &self,
         arguments: &[&str],

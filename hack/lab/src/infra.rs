@@ -12,6 +12,7 @@ use infra_api::{
 
 use crate::ceph::Engine;
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
+use crate::lab::Lab;
 use crate::pki::{Authority, write_private};
 use crate::ports;
 use crate::process::{command, run as run_helper};
@@ -131,6 +132,25 @@ pub async fn start(
             .with_context(|| format!("cannot register pool {name}"))?;
     }
     Ok(())
+}
+
+impl Lab {
+    /// The names of all files or images in the pools.
+    pub async fn stored(&self) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        for (name, path) in &self.infra_record()?.pools {
+            found.extend(match self.state().engine {
+                Engine::File => files(path)?,
+                Engine::Rbd => self.ceph()?.images(name).await?,
+            });
+        }
+        Ok(found)
+    }
+}
+
+fn files(pool: &Path) -> Result<Vec<String>> {
+    let entries = fs::read_dir(pool).with_context(|| format!("cannot read {}", pool.display()))?;
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
 /// Certificates of the server and of a client of each role, as `storage-infra pki init` writes them. The program may be an

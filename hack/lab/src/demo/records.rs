@@ -43,7 +43,7 @@ pub(super) async fn survive(demo: &mut Demo<'_>, lab: &Lab, [first, second]: [&s
     let ceph = lab.ceph()?;
     demo.step(&format!("a pod on {first} writes records; OSD {OSD} is killed and the monitor is restarted"));
     apply_one(&demo.guest, claim()).await?;
-    let chain = demo.tracer.chain(NAMESPACE, CLAIM).await?;
+    demo.tracer.chain(NAMESPACE, CLAIM).await?;
     for (node, cordoned) in [(first, false), (second, true)] {
         demo.cordon(node, cordoned).await?;
     }
@@ -70,8 +70,7 @@ pub(super) async fn survive(demo: &mut Demo<'_>, lab: &Lab, [first, second]: [&s
     ensure!(read == wrote, "{wrote} records were durable, but {read} are there");
     demo.show(&[format!("pod record-reader on {second}: verified {read} records, none is lost")]);
     demo.delete::<Pod>("record-reader").await?;
-    demo.delete::<PersistentVolumeClaim>(CLAIM).await?;
-    demo.removed(&chain).await.map(drop)
+    demo.delete::<PersistentVolumeClaim>(CLAIM).await
 }
 
 fn claim() -> Value {

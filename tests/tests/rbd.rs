@@ -111,28 +111,36 @@ async fn a_disk_is_attached_only_once_the_cluster_answers() -> Result<()> {
         let node = &pods.first_node;
         let volume = pods.claim("data", &filesystem("ext4")).await?;
         pools_are(&pods, true).await?;
-        ceph.kill_monitor().await?;
-        pools_are(&pods, false).await?;
         let pod = Script::new("user", node, "echo 1 > /data/file; cat /data/file").mount(&volume, "/data");
-        let pod = pods.start(pod).await?;
-        let refused = eventually("the attach is refused with the reason", PATIENCE, || async {
-            let attachment = s.attachment(node, &volume.handle).await?;
-            let status = attachment.and_then(|one| one.status);
-            let message = status.and_then(|status| status.error).map(|error| format!("{error:?}"));
-            Ok(message.ok_or_else(|| "there is no error yet".to_owned()))
-        })
-        .await;
-        ensure!(!s.lab.libvirt_disks(node).await?.contains(&volume.disk), "the disk is attached");
-        // The VM is not frozen: its kubelet answers.
-        s.lab.kubelet(node).await?.request_text(http::Request::get("/healthz").body(Vec::new())?).await?;
+        ceph.kill_monitor().await?;
+        let waiting = waits_for_the_cluster(&pods, pod, &volume).await;
+        // Whatever was found, for the other tests.
         ceph.start_monitor().await?;
-        let refused = refused?;
-        ensure!(refused.contains("pool"), "{refused}");
+        let pod = waiting?;
         pools_are(&pods, true).await?;
         ensure!(pods.finish(&pod).await? == "1");
         Ok(())
     })
     .await
+}
+
+/// Starts a pod with a volume of a cluster without monitor: its attach is refused, and its VM keeps running.
+async fn waits_for_the_cluster(pods: &PodScenario, pod: Script, volume: &Volume) -> Result<String> {
+    let (s, node) = (pods.scenario(), &pods.first_node);
+    pools_are(pods, false).await?;
+    let pod = pods.start(pod).await?;
+    let refused = eventually("the attach is refused with the reason", PATIENCE, || async {
+        let attachment = s.attachment(node, &volume.handle).await?;
+        let error = attachment.and_then(|one| one.status).and_then(|status| status.error);
+        Ok(error.map(|error| format!("{error:?}")).ok_or_else(|| "there is no error yet".to_owned()))
+    })
+    .await?;
+    ensure!(refused.contains("pool"), "{refused}");
+    ensure!(!s.lab.libvirt_disks(node).await?.contains(&volume.disk), "the disk is attached");
+    // The VM is not frozen: its kubelet answers.
+    let kubelet = s.lab.kubelet(node).await?;
+    kubelet.request_text(http::Request::get("/healthz").body(Vec::new())?).await?;
+    Ok(pod)
 }
 
 /// What a port sends to a client that sends a line of text.
@@ -158,13 +166,13 @@ async fn a_vm_cannot_reach_the_cluster_that_has_its_disks() -> Result<()> {
             echo \"api: $(ask 10.0.2.2 {api})\"
             for port in {}; do echo \"ceph: $(ask 10.0.2.2 $port)\"; done | sort -u
             card=$(ls /sys/class/net | grep -v lo | head -n 1)
-            ip -6 addr add fec0::99/64 dev $card nodad
+            ip -6 addr add fec0::99/64 dev $card
             echo \"ipv6: $(ask fec0::2 {})\"
             ip -6 addr del fec0::99/64 dev $card",
             all.join(" "),
             ports[0]
         );
-        let output = pods.run(Script::on_vm("ask", &pods.first_node, &script)).await?;
+        let output = pods.run(Script::new("ask", &pods.first_node, &script).privileged()).await?;
         let answers = |kind: &str| -> Vec<&str> {
             output.lines().filter_map(|line| line.strip_prefix(kind)).map(str::trim).collect()
         };

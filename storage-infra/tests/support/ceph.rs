@@ -1,7 +1,7 @@
 //! A small Ceph cluster of this host's programs, which ends with the test.
 
 use std::fs;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use ceph_kit::{Cluster, Daemon, OSDS};
 use infra_api::{EngineKind, PoolSpec};
@@ -99,14 +99,48 @@ impl Ceph {
 
     /// A user with the rights in the guide for Ceph, for the pool `vms` or a namespace of it.
     pub fn user(&self, name: &str, namespace: Option<&str>) {
-        self.cluster.create_user(name, &["vms"], namespace).unwrap();
+        self.user_of(name, "vms", namespace);
+    }
+
+    /// The same, for another pool.
+    pub fn user_of(&self, name: &str, pool: &str, namespace: Option<&str>) {
+        self.cluster.create_user(name, &[pool], namespace).unwrap();
+    }
+
+    /// Creates another pool.
+    pub fn create_pool(&self, name: &str) {
+        self.cluster.create_pool(name).unwrap();
+    }
+
+    /// Gives all OSDs a device class, and limits the pool `vms` to it.
+    pub fn limit_to_class(&self, class: &str) {
+        for id in OSDS {
+            let id = id.to_string();
+            self.admin(&["osd", "crush", "rm-device-class", &id]);
+            self.admin(&["osd", "crush", "set-device-class", class, &id]);
+        }
+        self.admin(&["osd", "crush", "rule", "create-replicated", "fast", "default", "osd", class]);
+        self.admin(&["osd", "pool", "set", "vms", "crush_rule", "fast"]);
+    }
+
+    /// Runs `rbd` as a user.
+    pub fn as_user(&self, name: &str, arguments: &[&str]) -> ExitStatus {
+        let file = |name: &str| self.dir.path().join(name);
+        let mut command = Command::new("rbd");
+        command.args(["--id", name, "--conf"]).arg(file("client.conf")).arg("--keyring");
+        command.arg(file(&format!("{name}.keyring"))).args(arguments).status().unwrap()
     }
 
     /// The pool `vms`, or a namespace of it, as this user.
     pub fn pool_spec(&self, name: &str, namespace: Option<&str>) -> PoolSpec {
+        self.pool_spec_of(name, "vms", namespace)
+    }
+
+    /// The same, for another pool.
+    pub fn pool_spec_of(&self, name: &str, pool: &str, namespace: Option<&str>) -> PoolSpec {
         PoolSpec {
             engine: EngineKind::Rbd,
-            path: self.cluster.pool_path(name, "vms", namespace),
+            path: self.cluster.pool_path(name, pool, namespace),
             labels: infra_api::Labels::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),

@@ -8,7 +8,8 @@ mod support;
 use std::time::Duration;
 
 use infra_api::{
-    EngineKind, Labels, MoveSpec, NodeSpec, PoolName, ProblemCode, Qos, VolumeId, VolumeSize, VolumeSource,
+    CephPool, EngineKind, Labels, MoveSpec, NodeSpec, PoolName, ProblemCode, Qos, VolumeId, VolumeSize,
+    VolumeSource,
 };
 use support::ceph::Ceph;
 use support::libvirtd::{Libvirtd, processes};
@@ -48,7 +49,16 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     let spec = ceph.pool_spec("own", Some("a"));
     let created = client.put_pool(&pool(), &spec).await.unwrap();
     assert!(created.healthy && created.reflink && created.capacity_bytes > 1 << 30, "{created:?}");
+    let kept = |class: Option<&str>| {
+        Some(CephPool { replicas: 3, min_replicas: 2, device_class: class.map(str::to_owned) })
+    };
+    assert_eq!(created.ceph, kept(None));
     assert_eq!((created.engine, created.path.as_str()), (EngineKind::Rbd, spec.path.as_str()));
+    ceph.limit_to_class("ssd");
+    until("the device class is shown", async || {
+        client.get_pool(&pool()).await.unwrap().unwrap().ceph == kept(Some("ssd"))
+    })
+    .await;
     // The user cannot reach the rest of the Ceph pool.
     let other = client.put_pool(&PoolName::new("other").unwrap(), &ceph.pool_spec("own", None)).await;
     assert_eq!(code(other), ProblemCode::Invalid);
@@ -228,7 +238,7 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     let limits = Qos { iops: Some(4000), bytes_per_second: None };
     client.put_qos(&v, &limits).await.unwrap();
     // An OSD dies during writes, and the monitor restarts.
-    here.ceph.kill_osd("1");
+    here.ceph.kill_osd(1);
     here.write(0, &v, 3, 4 * MIB);
     here.ceph.kill_monitor();
     let pending = here.start_write(0, 4, 8 * MIB);
@@ -239,7 +249,7 @@ async fn a_vm_uses_an_image_and_no_write_is_lost_when_parts_of_the_cluster_die()
     assert!(!here.libvirt.has(here.nodes[1], other));
     here.ceph.start_monitor();
     here.finish_write(pending, &v, 4, 8 * MIB);
-    here.ceph.start_osd("1");
+    here.ceph.start_osd(1);
     here.ceph.wait_for("three OSDs", |ceph| ceph.admin(&["osd", "stat"]).contains("3 up"));
     until("the pool is healthy again", async || client.get_pool(&pool()).await.unwrap().unwrap().healthy)
         .await;
@@ -286,7 +296,7 @@ async fn a_volume_of_a_killed_vm_is_free_only_without_watcher_and_at_once_after_
     let waits = still_running(async || client.detach(&attachment("b"), Duration::from_secs(8)).await).await;
     assert!(waits.contains("the Ceph client"), "{waits}");
     client.fence(&attachment("a"), FENCED).await.unwrap();
-    assert!(here.ceph.admin(&["osd", "blocklist", "ls"]).contains("127.0.0.1"));
+    assert!(here.ceph.admin(&["osd", "blocklist", "ls"]).contains("[::1]"));
     client.attach(&attachment("c"), &writer(&v, here.nodes[1]), SOON).await.unwrap();
     here.has(&v, 7, 0);
     here.write(1, &v, 8, 0);
@@ -305,4 +315,41 @@ async fn a_volume_of_a_killed_vm_is_free_only_without_watcher_and_at_once_after_
     drop(foreign);
     client.attach(&attachment("e"), &writer(&v, here.nodes[1]), SOON).await.unwrap();
     here.has(&v, 8, 0);
+}
+
+#[tokio::test]
+async fn a_guest_can_have_a_ceph_pool_and_user_of_its_own_but_no_disk_in_a_namespace() {
+    let _alone = ONE_AT_A_TIME.lock().await;
+    let here = Plugged::new().await;
+    let client = here.server.client.clone();
+    here.ceph.create_pool("guest");
+    here.ceph.user_of("guest", "guest", None);
+    // The guest's user sees nothing of other pools.
+    assert!(here.ceph.as_user("guest", &["ls", "--pool", "guest"]).success());
+    assert!(!here.ceph.as_user("guest", &["ls", "--pool", "vms"]).success());
+    let (own, own_pool) = (volume("own"), PoolName::new("guest").unwrap());
+    client.put_pool(&own_pool, &here.ceph.pool_spec_of("guest", "guest", None)).await.unwrap();
+    let in_pool = |pool: &PoolName| {
+        let placement = infra_api::Placement { pool: Some(pool.clone()), ..infra_api::Placement::default() };
+        infra_api::VolumeSpec { placement, ..size(16 * MIB) }
+    };
+    let disk = client.put_volume(&own, &in_pool(&own_pool), SOON).await.unwrap().disk_uuid;
+    client.attach(&attachment("own"), &writer(&own, here.nodes[0]), SOON).await.unwrap();
+    assert!(here.libvirt.has(here.nodes[0], disk));
+    client.detach(&attachment("own"), SOON).await.unwrap();
+
+    here.ceph.rbd(&["namespace", "create", "vms/a"]);
+    here.ceph.user("inside", Some("a"));
+    let (inside, namespace) = (volume("inside"), PoolName::new("namespace").unwrap());
+    client.put_pool(&namespace, &here.ceph.pool_spec("inside", Some("a"))).await.unwrap();
+    let disk = client.put_volume(&inside, &in_pool(&namespace), SOON).await.unwrap().disk_uuid;
+    let refused = client.attach(&attachment("in"), &writer(&inside, here.nodes[0]), SOON).await.unwrap_err();
+    assert!(refused.to_string().contains("in the RADOS namespace a"), "{refused}");
+    assert!(!here.libvirt.has(here.nodes[0], disk));
+    until("nothing is left of the attach", async || {
+        client.list_attachments(None, None).await.unwrap().is_empty()
+    })
+    .await;
+    client.delete_volume(&inside).await.unwrap();
+    client.delete_volume(&own).await.unwrap();
 }

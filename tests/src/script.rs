@@ -82,6 +82,12 @@ impl Script {
         self
     }
 
+    /// Runs with all rights in the pod's namespaces, of which the network is the VM's.
+    pub fn privileged(mut self) -> Self {
+        self.container["securityContext"] = json!({"privileged": true});
+        self
+    }
+
     /// Runs as this user, with this fsGroup.
     pub fn as_user(mut self, user: u32, fs_group: u32) -> Self {
         self.pod["securityContext"] = json!({"runAsUser": user, "runAsGroup": user, "fsGroup": fs_group});

@@ -56,6 +56,7 @@ mod plugin;
 mod pool_lock;
 mod pools;
 mod proven_off;
+mod rbd;
 mod reclaim_policy;
 mod registration;
 mod release;

@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
 use crate::cache::{self, Kubernetes};
+use crate::ceph::Engine;
 use crate::demo::demo;
 use crate::down::down;
 use crate::lab::Lab;
@@ -77,6 +78,10 @@ enum Verb {
         /// Version of Kubernetes in all clusters. Others than the default are built first, which takes minutes.
         #[arg(long, value_name = "MINOR", default_value_t = Kubernetes::default())]
         kubernetes: Kubernetes,
+        /// Storage engine of the pools. With `rbd`, an OSD of the Ceph cluster is killed during writes, and its monitor is
+        /// restarted.
+        #[arg(long, value_enum, default_value_t)]
+        engine: Engine,
     },
     /// Run the checks of a change: formatting, lints, unit tests, then csi-sanity and black-box tests in a lab of their own.
     /// Prints a table of the steps, their results and times.
@@ -137,8 +142,8 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Restart { components } => restart(run, &components).await,
         Verb::Console => console(run).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep, deployed, kubernetes } => {
-            let options = UpOptions { deployed, kubernetes, ..UpOptions::default() };
+        Verb::Demo { keep, deployed, kubernetes, engine } => {
+            let options = UpOptions { deployed, kubernetes, engine, ..UpOptions::default() };
             run_demo(&ui, keep, &options).await
         }
         Verb::Test(selection) => verify::verify(&ui, &selection).await,

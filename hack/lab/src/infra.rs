@@ -1,4 +1,4 @@
-//! Storage infra of a lab: two reflink pools and the storage-infra server.
+//! Storage infra of a lab: two pools and the storage-infra server.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -10,7 +10,9 @@ use infra_api::{
     ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec, Role, account_organization,
 };
 
+use crate::ceph::Engine;
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
+use crate::lab::Lab;
 use crate::pki::{Authority, write_private};
 use crate::ports;
 use crate::process::{command, run as run_helper};
@@ -20,8 +22,8 @@ use crate::state::{Component, Infra};
 use crate::vm::libvirtd;
 use crate::wait::eventually;
 
-/// The pools, one filesystem each.
-const POOLS: [&str; 2] = ["pool-a", "pool-b"];
+/// The pools: one filesystem or Ceph pool each.
+pub(crate) const POOLS: [&str; 2] = ["pool-a", "pool-b"];
 const POOL_BYTES: u64 = 8 << 30;
 /// The zones of the lab. VMs are assigned to them in turn, loop nodes are in the first by default. Pools have no
 /// zone: all nodes reach them.
@@ -55,7 +57,12 @@ async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
 }
 
 /// Starts the server and registers the pools.
-pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>) -> Result<()> {
+pub async fn start(
+    run: &Run,
+    binaries: &Path,
+    engine: Engine,
+    pools: BTreeMap<String, PathBuf>,
+) -> Result<()> {
     let free = ports::free(2)?;
     let dir = run.path("infra");
     let infra = Infra {
@@ -110,7 +117,10 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     let client = client(&infra)?;
     for (name, path) in &infra.pools {
         let spec = PoolSpec {
-            engine: EngineKind::File,
+            engine: match engine {
+                Engine::File => EngineKind::File,
+                Engine::Rbd => EngineKind::Rbd,
+            },
             path: path.display().to_string(),
             labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into(),
             cordoned: false,
@@ -122,6 +132,25 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
             .with_context(|| format!("cannot register pool {name}"))?;
     }
     Ok(())
+}
+
+impl Lab {
+    /// The names of all files or images in the pools.
+    pub async fn stored(&self) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        for (name, path) in &self.infra_record()?.pools {
+            found.extend(match self.state().engine {
+                Engine::File => files(path)?,
+                Engine::Rbd => self.ceph()?.images(name).await?,
+            });
+        }
+        Ok(found)
+    }
+}
+
+fn files(pool: &Path) -> Result<Vec<String>> {
+    let entries = fs::read_dir(pool).with_context(|| format!("cannot read {}", pool.display()))?;
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
 /// Certificates of the server and of a client of each role, as `storage-infra pki init` writes them. The program may be an

@@ -11,6 +11,7 @@
 //! | control planes, and what is applied to them | [`cluster`] |
 //! | Nestor's components and the sidecars | `drivers`, [`infra`] |
 //! | Nestor in pods, installed with helm | [`deployed`] |
+//! | the Ceph cluster of a lab with the engine `rbd` | `ceph` |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
 //! | `cargo lab generate` | [`generate`] |
@@ -20,6 +21,7 @@ mod advisories;
 pub mod architecture;
 pub mod audit;
 pub mod cache;
+mod ceph;
 pub mod cli;
 pub mod cluster;
 pub mod cluster_api;
@@ -58,6 +60,7 @@ pub mod vm;
 mod vms;
 pub mod wait;
 
+pub use ceph::{Ceph, Engine};
 pub use demo::demo;
 pub use drivers::Replica;
 pub use lab::Lab;

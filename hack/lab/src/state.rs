@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::BaseImage;
+use crate::ceph::Engine;
 use crate::deployed::Deployment;
 use crate::ready::Ready;
 
@@ -23,6 +24,9 @@ pub struct State {
     pub tools: PathBuf,
     /// The folder with Nestor's programs.
     pub binaries: PathBuf,
+    /// Storage engine of the pools.
+    #[serde(default)]
+    pub engine: Engine,
     /// What Nestor is deployed with, if it runs in pods.
     #[serde(default)]
     pub deployment: Option<Deployment>,
@@ -102,7 +106,7 @@ pub struct Infra {
     pub url: String,
     /// CA, server and client certificates.
     pub pki: PathBuf,
-    /// Pool name to mount point.
+    /// Pool name to path: a mount point, or a place in Ceph.
     pub pools: BTreeMap<String, PathBuf>,
     /// Where the loop hypervisor shows disks: one folder per node UUID.
     pub loop_root: PathBuf,

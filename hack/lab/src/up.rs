@@ -1,11 +1,13 @@
 //! Start of a lab: everything starts as soon as its dependencies are ready.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::cache::{self, BaseImage, Kubernetes};
+use crate::ceph::{self, Engine};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::deployed::{self, Deployment, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
 use crate::process::boot_id;
@@ -38,6 +40,9 @@ pub struct UpOptions {
     /// Version of Kubernetes in all clusters. Others than the default are built first, which takes minutes.
     #[arg(long, value_name = "MINOR", default_value_t = Kubernetes::default())]
     pub kubernetes: Kubernetes,
+    /// Storage engine of the pools. `rbd` starts a small Ceph cluster, and installs its Debian packages.
+    #[arg(long, value_enum, default_value_t)]
+    pub engine: Engine,
     /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
@@ -62,6 +67,7 @@ impl Default for UpOptions {
             one_namespace: false,
             replicas: 1,
             kubernetes: Kubernetes::default(),
+            engine: Engine::default(),
             release: false,
             deployed: false,
             version: None,
@@ -117,7 +123,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     };
     // The VMs boot while the control planes start, because booting takes longest.
     futures::try_join!(
-        start_infra(ui, run, &built, &plan, disks.as_ref()),
+        start_infra(ui, run, &built, options.engine, &plan, disks.as_ref()),
         start_management(ui, run, &built, &plan.management),
         futures::future::try_join_all(plan.guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
     )?;
@@ -134,7 +140,10 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
 /// Builds or finds everything that is needed before the first process starts.
 async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     let others = async {
-        cache::packages::ensure(ui).await?;
+        match options.engine {
+            Engine::File => cache::packages::ensure(ui).await?,
+            Engine::Rbd => cache::packages::ensure_ceph(ui).await?,
+        }
         futures::try_join!(
             cache::snapshot_definitions(),
             cache::debian_root(ui),
@@ -174,6 +183,7 @@ fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {
             boot_id: boot_id(),
             kubernetes: options.kubernetes.to_string(),
             tools: built.tools.clone(),
+            engine: options.engine,
             binaries: built.binaries.clone(),
             deployment: built.deployment.clone(),
             sockets: run.socket_dir(),
@@ -256,10 +266,20 @@ fn plan_guest(run: &Run, options: &UpOptions, number: u32) -> Result<PlannedGues
     Ok(PlannedGuest { plane, guest })
 }
 
-async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Option<&Disks>) -> Result<()> {
+async fn start_infra(
+    ui: &Ui,
+    run: &Run,
+    built: &Built,
+    engine: Engine,
+    plan: &Plan,
+    disks: Option<&Disks>,
+) -> Result<()> {
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
-    let pools = infra::mount_pools(run).await?;
+    let mounted = match engine {
+        Engine::File => infra::mount_pools(run).await?,
+        Engine::Rbd => BTreeMap::new(),
+    };
     vm::network::create(run).await?;
     libvirtd::start(ui, run).await?;
     step.done();
@@ -273,8 +293,12 @@ async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Opti
         vm::boot(run, name, machine, &built.image, &plane.kubelet_files(name)?, payload).await?;
         ui.line(format!("{name} boots ({})", machine.accelerator));
     }
+    let pools = match engine {
+        Engine::File => mounted,
+        Engine::Rbd => ceph::start(ui, run).await?,
+    };
     let step = ui.step("storage infra");
-    infra::start(run, &built.binaries, pools).await?;
+    infra::start(run, &built.binaries, engine, pools).await?;
     step.done();
     connect_vms(run, plan).await
 }
@@ -292,7 +316,11 @@ async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
     }
     let kubelets = plan.vms.iter().map(|(_, machine)| machine.kubelet_port);
     let to_vms: Vec<u16> = kubelets.chain(plan.kubelet_ports.iter().copied()).collect();
-    vm::network::start(run, &to_host, &to_vms).await
+    let of_ceph = match run.state()?.engine {
+        Engine::File => Vec::new(),
+        Engine::Rbd => ceph::ports(run)?,
+    };
+    vm::network::start(run, &to_host, &to_vms, &of_ceph).await
 }
 
 async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {

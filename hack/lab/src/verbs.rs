@@ -1,5 +1,6 @@
 //! Small verbs: logs, kubectl, bench, soak.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::process::{ExitCode, Stdio};
 
@@ -63,7 +64,7 @@ pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<Exi
 
 /// Runs the soak test, with random operations and faults, against a lab.
 pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode> {
-    let mut soak = blackbox_tests(lab, "soak::random_operations_and_faults");
+    let mut soak = blackbox_tests(lab, &["soak::random_operations_and_faults"]);
     soak.arg("--nocapture").env("NESTOR_SOAK_MINUTES", minutes.to_string());
     if let Some(seed) = seed {
         soak.env("NESTOR_SOAK_SEED", seed.to_string());
@@ -71,10 +72,13 @@ pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode
     foreground(&mut soak).await
 }
 
-/// Cargo with the black-box tests whose names contain this text, in a lab.
-pub(crate) fn blackbox_tests(lab: &Lab, filter: &str) -> Command {
+/// Cargo with the black-box tests whose names contain one of these texts, in a lab.
+pub(crate) fn blackbox_tests<S: AsRef<OsStr>>(lab: &Lab, filters: &[S]) -> Command {
     let mut command = cargo();
-    command.args(["test", "-p", "tests", "--test", "blackbox", "--", filter]).env("NESTOR_LAB", lab.dir());
+    command
+        .args(["test", "-p", "tests", "--test", "blackbox", "--"])
+        .args(filters)
+        .env("NESTOR_LAB", lab.dir());
     command
 }
 

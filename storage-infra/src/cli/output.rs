@@ -6,8 +6,8 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use infra_api::{
-    Attachment, Budget, BudgetSpec, Capacity, ClassLimits, ClassUsage, Labels, Move, Node, Pool, PoolName,
-    Qos, Snapshot, Undrained, Volume, VolumeSource,
+    Attachment, Budget, BudgetSpec, Capacity, CephPool, ClassLimits, ClassUsage, Labels, Move, Node, Pool,
+    PoolName, Qos, Snapshot, Undrained, Volume, VolumeSource,
 };
 use process_kit::table;
 use serde::Serialize;
@@ -47,6 +47,12 @@ fn placement_state(pool: &Pool) -> &'static str {
     }
 }
 
+/// The replicas of a Ceph pool, how many of them writes need, and the device class.
+fn replicas(CephPool { replicas, min_replicas, device_class }: &CephPool) -> String {
+    let class = device_class.as_ref().map(|class| format!(" on {class}")).unwrap_or_default();
+    format!("{replicas} (writes: {min_replicas}){class}")
+}
+
 impl Row for Pool {
     const HEADER: &'static [&'static str] = &[
         "NAME",
@@ -56,6 +62,7 @@ impl Row for Pool {
         "RESERVED",
         "FREE",
         "REFLINK",
+        "REPLICAS",
         "UNKNOWN FILES",
         "LABELS",
         "PATH",
@@ -71,6 +78,7 @@ impl Row for Pool {
             show(self.reserved_bytes),
             show(self.free_bytes),
             self.reflink.to_string(),
+            dash(self.ceph.as_ref().map(replicas).unwrap_or_default()),
             self.unknown_files.len().to_string(),
             labels(&self.labels),
             self.path.clone(),

@@ -250,6 +250,7 @@ impl Engine for FileEngine {
             available: vfs.f_bavail * unit,
             used: vfs.f_blocks.saturating_sub(vfs.f_bfree) * unit,
             reflink: self.can_reflink(),
+            ceph: None,
         })
     }
 

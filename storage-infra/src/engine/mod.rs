@@ -20,7 +20,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use infra_api::{SnapshotId, VolumeId};
+use infra_api::{CephPool, SnapshotId, VolumeId};
 use uuid::Uuid;
 
 use crate::hypervisor::DiskSource;
@@ -185,7 +185,7 @@ impl DirectoryVersion {
 }
 
 /// Measurements of a pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolFacts {
     /// Version of the directory before the measurement.
     pub directory: DirectoryVersion,
@@ -199,6 +199,8 @@ pub struct PoolFacts {
     pub used: u64,
     /// Whether the filesystem supports reflinks.
     pub reflink: bool,
+    /// How a Ceph pool keeps its data, if it is known.
+    pub ceph: Option<CephPool>,
 }
 
 /// Catalog revisions recorded in a pool; see `crate::catalog`.

@@ -256,7 +256,7 @@ impl Engine for RbdEngine {
 
     fn inspect(&self) -> Result<PoolFacts> {
         self.check()?;
-        let ClusterState { fsid, space, .. } = self.cluster()?;
+        let ClusterState { fsid, space, kept, .. } = self.cluster()?;
         Ok(PoolFacts {
             directory: DirectoryVersion::of_names(hash(self.ceph.names()?)),
             filesystem: hash((fsid, space.id)),
@@ -264,6 +264,7 @@ impl Engine for RbdEngine {
             available: space.available,
             used: space.used,
             reflink: true,
+            ceph: kept,
         })
     }
 

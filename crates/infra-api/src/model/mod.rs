@@ -24,7 +24,7 @@ pub use labels::Labels;
 pub use list::List;
 pub use moves::{Drain, DrainSpec, Move, MovePhase, MoveSpec, Undrained};
 pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
-pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
+pub use pools::{CephPool, EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
 pub use suspensions::{Suspension, SuspensionSpec};
 pub use transfers::{Adoption, Import, Release, Released, ResumePoint};

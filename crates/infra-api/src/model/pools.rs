@@ -73,6 +73,19 @@ pub struct PoolSpec {
     pub on_full: OnFull,
 }
 
+/// How a Ceph pool keeps its data.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct CephPool {
+    /// Number of replicas.
+    pub replicas: u32,
+    /// Number of replicas without which the pool accepts no writes.
+    pub min_replicas: u32,
+    /// Device class to which the pool's CRUSH rule is limited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_class: Option<String>,
+}
+
 /// A pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
@@ -102,6 +115,9 @@ pub struct Pool {
     /// Why the pool is unhealthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
+    /// How the Ceph pool keeps its data. Absent for other engines, and while the pool is unhealthy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceph: Option<CephPool>,
     /// Size of the filesystem in bytes.
     pub capacity_bytes: u64,
     /// Reserved bytes: the capacities of the pool's volumes, plus for each snapshot the most it can keep allocated

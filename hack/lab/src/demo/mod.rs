@@ -1,5 +1,6 @@
 //! `cargo lab demo`: the lifecycle of a volume, with the objects involved in both clusters.
 
+mod records;
 mod trace;
 
 use std::time::Duration;
@@ -12,11 +13,12 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
 use serde_json::json;
 
+use crate::ceph::Engine;
 use crate::cluster::objects::apply;
 use crate::lab::Lab;
 use crate::ui::Ui;
 use crate::wait::eventually;
-use trace::Tracer;
+use trace::{Chain, Tracer};
 
 const MANIFEST: &str = include_str!("../../manifests/demo.yaml");
 const NAMESPACE: &str = "demo";
@@ -71,20 +73,15 @@ pub async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     ensure!(verified.sum == wrote.sum, "the checksum changed from {} to {}", wrote.sum, verified.sum);
     demo.show(&[format!("pod {POD} on {second}: verified, sha256 {} as before", verified.sum)]);
 
+    if lab.state().engine == Engine::Rbd {
+        records::survive(&mut demo, lab, [&first, &second]).await?;
+    }
+
     demo.step("the StatefulSet and its claim are deleted: the volume is removed from every tier");
     demo.delete::<StatefulSet>("writer").await?;
     demo.delete::<PersistentVolumeClaim>(CLAIM).await?;
-    let empty = eventually("the volume is removed everywhere", PATIENCE, || async {
-        let left = demo.tracer.leftovers(&chain).await?;
-        Ok(if left.iter().all(|leftovers| leftovers.found.is_empty()) {
-            Ok(left)
-        } else {
-            let remaining = left.into_iter().filter(|leftovers| !leftovers.found.is_empty());
-            Err(remaining.map(|leftovers| leftovers.to_string()).collect::<Vec<_>>().join("; "))
-        })
-    })
-    .await?;
-    demo.show(&empty.iter().map(ToString::to_string).collect::<Vec<_>>());
+    let empty = demo.removed(&chain).await?;
+    demo.show(&empty);
     let none = DeleteParams::default();
     Api::<Namespace>::all(demo.guest.clone()).delete(NAMESPACE, &none).await?;
     Api::<StorageClass>::all(demo.guest.clone()).delete("demo", &none).await?;
@@ -122,6 +119,21 @@ impl Demo<'_> {
             )]);
         }
         Ok(())
+    }
+
+    /// Waits until a volume is removed from every tier, and returns what was looked at.
+    async fn removed(&self, chain: &Chain) -> Result<Vec<String>> {
+        let left = eventually("the volume is removed everywhere", PATIENCE, || async {
+            let left = self.tracer.leftovers(chain).await?;
+            Ok(if left.iter().all(|leftovers| leftovers.found.is_empty()) {
+                Ok(left)
+            } else {
+                let remaining = left.into_iter().filter(|leftovers| !leftovers.found.is_empty());
+                Err(remaining.map(|leftovers| leftovers.to_string()).collect::<Vec<_>>().join("; "))
+            })
+        })
+        .await?;
+        Ok(left.iter().map(ToString::to_string).collect())
     }
 
     async fn cordon(&self, node: &str, cordoned: bool) -> Result<()> {

@@ -182,22 +182,14 @@ impl Tracer {
                 name: "infra       attachments",
                 found: infra_attachments.iter().map(|one| one.id.to_string()).collect(),
             },
-            Leftovers { name: "infra       files in pools", found: self.files(chain)? },
+            Leftovers { name: "infra       files in pools", found: self.files(chain).await? },
         ])
     }
 
-    /// The files of the volume in all pools.
-    fn files(&self, chain: &Chain) -> Result<Vec<String>> {
-        let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
-        let mut found = Vec::new();
-        for pool in infra.pools.values() {
-            for entry in std::fs::read_dir(pool).with_context(|| format!("cannot read {}", pool.display()))? {
-                let name = entry?.file_name().to_string_lossy().into_owned();
-                if name.contains(chain.infra.id.as_str()) {
-                    found.push(name);
-                }
-            }
-        }
+    /// The files or images of the volume in all pools.
+    async fn files(&self, chain: &Chain) -> Result<Vec<String>> {
+        let mut found = self.lab.stored().await?;
+        found.retain(|name| name.contains(chain.infra.id.as_str()));
         Ok(found)
     }
 

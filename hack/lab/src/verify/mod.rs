@@ -12,6 +12,7 @@ use anyhow::{Result, ensure};
 use futures::future::join_all;
 
 use crate::cache::{self, Kubernetes};
+use crate::ceph::Engine;
 use crate::deployed::EARLIER;
 use crate::lab::Lab;
 use crate::run::Run;
@@ -37,6 +38,9 @@ pub struct Selection {
     /// Run only these steps, for example to continue an interrupted run. `--list` shows their names.
     #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "filter")]
     only: Vec<String>,
+    /// Storage engine of the pools of the lab. Tests that look at the files of volumes need `file`.
+    #[arg(long, value_enum, default_value_t)]
+    engine: Engine,
     /// Continue after a failed step, also if it failed before the lab was started.
     #[arg(long)]
     keep_going: bool,
@@ -66,7 +70,7 @@ pub async fn verify(ui: &Ui, selection: &Selection) -> Result<ExitCode> {
     }
     let planned = steps::select(all, selection.choice())?;
     let mut report = Report::default();
-    let outcome = run(ui, &planned, selection.keep_going, &mut report).await;
+    let outcome = run(ui, &planned, selection, &mut report).await;
     report.table(&planned).iter().for_each(say);
     let unfinished = report.unfinished(&planned);
     if !unfinished.is_empty() && selection.filter.is_none() {
@@ -85,31 +89,38 @@ fn list(steps: &[Step]) {
 }
 
 /// Runs the steps without a lab, then those in a lab. Without `keep_going`, the lab is not started after a failure.
-async fn run(ui: &Ui, planned: &[Step], keep_going: bool, report: &mut Report) -> Result<()> {
+async fn run(ui: &Ui, planned: &[Step], selection: &Selection, report: &mut Report) -> Result<()> {
+    let keep_going = selection.keep_going;
     let of = |kind: Option<Kind>| planned.iter().filter(move |step| step.work.lab() == kind).cloned();
     tokio::select! {
         outcome = run_without_lab(ui, of(None).collect(), keep_going, report) => outcome?,
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Pods, Kind::ClusterApi]
+    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi]
         .into_iter()
         .chain(Kubernetes::OTHERS.map(Kind::Version))
     {
         if keep_going || !report.has_failure() {
-            outcome = outcome.and(run_in_labs(ui, &of(Some(kind)).collect::<Vec<_>>(), kind, report).await);
+            let (name, options) = lab_for(kind, planned, selection.engine);
+            let steps: Vec<Step> = of(Some(kind)).collect();
+            outcome = outcome.and(run_in_labs(ui, &steps, (name, options), report).await);
         }
     }
     outcome
 }
 
 /// Runs steps in a lab that is started for them.
-async fn run_in_labs(ui: &Ui, steps: &[Step], kind: Kind, report: &mut Report) -> Result<()> {
+async fn run_in_labs(
+    ui: &Ui,
+    steps: &[Step],
+    (name, options): (&str, UpOptions),
+    report: &mut Report,
+) -> Result<()> {
     if steps.is_empty() {
         return Ok(());
     }
     let start = Instant::now();
-    let (name, options) = lab_for(kind, steps);
     with_lab(ui, &Run::named(name)?, &options, After::Down, async |lab| {
         report.record("lab up", Outcome::of(true), start.elapsed());
         run_in_lab(ui, steps, report, lab).await
@@ -118,9 +129,11 @@ async fn run_in_labs(ui: &Ui, steps: &[Step], kind: Kind, report: &mut Report) -
 }
 
 /// Name and options of the lab for these steps.
-fn lab_for(kind: Kind, steps: &[Step]) -> (&'static str, UpOptions) {
+fn lab_for(kind: Kind, steps: &[Step], engine: Engine) -> (&'static str, UpOptions) {
+    let processes = |engine| UpOptions { guests: 2, one_namespace: true, engine, ..UpOptions::default() };
     match kind {
-        Kind::Processes => ("test", UpOptions { guests: 2, one_namespace: true, ..UpOptions::default() }),
+        Kind::Processes => ("test", processes(engine)),
+        Kind::Ceph => ("test-ceph", processes(Engine::Rbd)),
         Kind::Pods => {
             let upgrades = steps.iter().any(|step| step.name == UPGRADE);
             let version = upgrades.then(|| EARLIER.to_owned());

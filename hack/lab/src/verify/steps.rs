@@ -37,6 +37,19 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Module of the black-box tests that needs a lab whose VMs Cluster API makes.
 const CLUSTER_API: &str = "capi";
 
+/// Module of the black-box tests that needs a lab with pools in a Ceph cluster.
+const RBD: &str = "rbd";
+
+/// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
+const ON_BOTH_ENGINES: [&str; 6] = [
+    "attach::csi_attacher_attaches_and_detaches_for_the_attach_detach_controller",
+    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
+    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
+    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
+    "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
+    "health::filesystems_that_became_read_only_are_reported_on_the_pod",
+];
+
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
@@ -100,8 +113,8 @@ pub(super) enum Work {
     Schemathesis,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
-    /// The black-box tests whose names contain this text, in a lab; the duration of the soak test, if it is not the usual.
-    BlackBox { filter: String, soak_minutes: Option<u64>, lab: Kind },
+    /// The black-box tests whose names contain one of these texts, in a lab; the duration of the soak test, if it is not the usual.
+    BlackBox { filters: Vec<String>, soak_minutes: Option<u64>, lab: Kind },
 }
 
 /// The labs that steps need.
@@ -109,6 +122,8 @@ pub(super) enum Work {
 pub(super) enum Kind {
     /// Nestor's components are processes of this host.
     Processes,
+    /// The same, with pools in a Ceph cluster.
+    Ceph,
     /// Nestor runs in pods.
     Pods,
     /// Cluster API makes the VMs.
@@ -154,7 +169,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
-    let own_lab = |module: &str| DEPLOYED.contains(&module) || [KUBERNETES, CLUSTER_API].contains(&module);
+    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD];
+    let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
         step(module, set, &description(module), blackbox(format!("{module}::"), None))
@@ -162,6 +178,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
     let long_soak_description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
     steps.push(step("long-soak", Set::All, &long_soak_description, long_soak));
+    steps.extend(on_rbd());
     steps.extend(DEPLOYED.map(|module| {
         step(module, Set::All, &description(module), blackbox_in(Kind::Pods, format!("{module}::"), None))
     }));
@@ -173,6 +190,17 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         step(&format!("kubernetes-{version}"), Set::All, &description, work)
     }));
     steps
+}
+
+/// Steps in a lab with pools in a Ceph cluster.
+fn on_rbd() -> [Step; 2] {
+    let own = Work::BlackBox { filters: vec![format!("{RBD}::")], soak_minutes: None, lab: Kind::Ceph };
+    let filters = ON_BOTH_ENGINES.map(str::to_owned).to_vec();
+    let both = Work::BlackBox { filters, soak_minutes: None, lab: Kind::Ceph };
+    [
+        step(RBD, Set::All, "black-box tests in tests/tests/rbd.rs, with pools in a Ceph cluster", own),
+        step("rbd-volumes", Set::All, "black-box tests of other modules, with pools in a Ceph cluster", both),
+    ]
 }
 
 fn without_lab() -> Vec<Step> {
@@ -230,7 +258,7 @@ fn blackbox(filter: String, soak_minutes: Option<u64>) -> Work {
 }
 
 fn blackbox_in(lab: Kind, filter: String, soak_minutes: Option<u64>) -> Work {
-    Work::BlackBox { filter, soak_minutes, lab }
+    Work::BlackBox { filters: vec![filter], soak_minutes, lab }
 }
 
 /// The selected steps and the ones that they require, in order.
@@ -286,6 +314,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::run::repository;
     use crate::verify::capabilities::capabilities;
 
     fn steps() -> Vec<Step> {
@@ -314,11 +343,31 @@ mod tests {
     }
 
     #[test]
+    fn tests_on_both_engines_exist() {
+        for name in ON_BOTH_ENGINES {
+            let (module, test) = name.split_once("::").unwrap();
+            let file = repository().join(format!("tests/tests/{module}.rs"));
+            let text = std::fs::read_to_string(file).unwrap();
+            assert!(text.contains(&format!("async fn {test}() ")), "{name}");
+        }
+    }
+
+    #[test]
     fn steps_with_a_lab_run_after_all_others() {
         let first = steps().iter().position(|step| step.work.lab().is_some()).unwrap();
         assert!(steps()[first..].iter().all(|step| step.work.lab().is_some()));
-        let expected =
-            ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed", "capi"];
+        let expected = [
+            "sanity-guest",
+            "sanity-mgmt",
+            "attach",
+            "soak",
+            "long-soak",
+            "rbd",
+            "rbd-volumes",
+            "upgrade",
+            "deployed",
+            "capi",
+        ];
         assert_eq!(
             names(&steps()[first..]),
             [&expected[..], &["kubernetes-1.35", "kubernetes-1.37"]].concat()
@@ -344,6 +393,8 @@ mod tests {
                 "ceph",
                 "model",
                 "long-soak",
+                "rbd",
+                "rbd-volumes",
                 "upgrade",
                 "deployed",
                 "capi",

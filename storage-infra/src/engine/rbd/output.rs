@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use infra_api::CephPool;
 use serde::Deserialize;
 
 /// Output of `rbd info`.
@@ -100,6 +101,27 @@ struct PoolStats {
 }
 
 #[derive(Debug, Deserialize)]
+struct PoolDetail {
+    pool_name: String,
+    size: u32,
+    min_size: u32,
+    crush_rule: i64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Rule {
+    rule_id: i64,
+    steps: Vec<RuleStep>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RuleStep {
+    op: String,
+    #[serde(default)]
+    item_name: String,
+}
+
+#[derive(Debug, Deserialize)]
 struct Health {
     checks: BTreeMap<String, Check>,
 }
@@ -129,10 +151,13 @@ pub(super) struct ClusterState {
     pub(super) space: Space,
     /// Why requests to the pool would wait, if they would.
     pub(super) stalled: Option<String>,
+    /// How the pool keeps its data, if the cluster reports it.
+    pub(super) kept: Option<CephPool>,
 }
 
 /// The commands whose output [`ClusterState::parse`] reads.
-pub(super) const CLUSTER: [&str; 3] = ["df", "health detail", "fsid"];
+pub(super) const CLUSTER: [&str; 5] =
+    ["df", "health detail", "fsid", "osd pool ls detail", "osd crush rule dump"];
 
 impl ClusterState {
     /// Reads the output of [`CLUSTER`].
@@ -146,14 +171,33 @@ impl ClusterState {
         let usage: Usage = serde_json::from_value(next("usage")?).map_err(unexpected)?;
         let health: Health = serde_json::from_value(next("health")?).map_err(unexpected)?;
         let Fsid { fsid } = serde_json::from_value(next("ID")?).map_err(unexpected)?;
+        // Only shown: the pool works without it.
+        let kept = next("pools").ok().zip(next("rules").ok());
+        let kept = kept.and_then(|(pools, rules)| kept_by(pool, pools, rules));
         let found = usage.pools.iter().find(|one| one.name == pool);
         let found = found.ok_or_else(|| format!("the cluster has no pool {pool}"))?;
         let mut space = Space { id: found.id, used: found.stats.stored, available: found.stats.max_avail };
         if health.is_full(pool) {
             space.available = 0;
         }
-        Ok(Self { fsid, stalled: health.stalled(found.id), space })
+        Ok(Self { fsid, stalled: health.stalled(found.id), space, kept })
     }
+}
+
+/// How a pool keeps its data, from the output of `osd pool ls detail` and `osd crush rule dump`.
+fn kept_by(pool: &str, pools: serde_json::Value, rules: serde_json::Value) -> Option<CephPool> {
+    let pools: Vec<PoolDetail> = serde_json::from_value(pools).ok()?;
+    let rules: Vec<Rule> = serde_json::from_value(rules).ok()?;
+    let PoolDetail { size, min_size, crush_rule, .. } =
+        pools.into_iter().find(|one| one.pool_name == pool)?;
+    let rule = rules.into_iter().find(|rule| rule.rule_id == crush_rule);
+    let device_class = rule.and_then(|rule| {
+        let takes = rule.steps.iter().filter(|step| step.op == "take");
+        // The name of a root for one class is `ROOT~CLASS`.
+        let mut classes = takes.filter_map(|step| step.item_name.split_once('~'));
+        classes.next().map(|(_, class)| class.to_owned())
+    });
+    Some(CephPool { replicas: size, min_replicas: min_size, device_class })
 }
 
 impl Health {
@@ -186,7 +230,33 @@ mod tests {
     #[test]
     fn a_healthy_cluster_has_the_space_of_the_pool() {
         let expected = Space { id: 2, used: 19, available: 839 };
-        assert_eq!(state("{}"), ClusterState { fsid: "f".into(), space: expected, stalled: None });
+        assert_eq!(
+            state("{}"),
+            ClusterState { fsid: "f".into(), space: expected, stalled: None, kept: None }
+        );
+    }
+
+    #[test]
+    fn replicas_and_the_class_of_the_rule_are_those_of_the_pool() {
+        let pools = r#"[{"pool_name":"other","size":1,"min_size":1,"crush_rule":0},
+            {"pool_name":"vms","size":3,"min_size":2,"crush_rule":4}]"#;
+        let rules = |root: &str| {
+            format!(
+                r#"[{{"rule_id":0,"steps":[{{"op":"take","item_name":"x~hdd"}}]}},
+                {{"rule_id":4,"steps":[{{"op":"take","item_name":"{root}"}},{{"op":"emit"}}]}}]"#
+            )
+        };
+        let kept = |root: &str| {
+            let text = format!("{DF}{{\"checks\":{{}}}}{{\"fsid\":\"f\"}}{pools}{}", rules(root));
+            ClusterState::parse(&text, "vms").unwrap().kept.unwrap()
+        };
+        let expected = |class: Option<&str>| CephPool {
+            replicas: 3,
+            min_replicas: 2,
+            device_class: class.map(str::to_owned),
+        };
+        assert_eq!(kept("default~ssd"), expected(Some("ssd")));
+        assert_eq!(kept("default"), expected(None));
     }
 
     #[test]

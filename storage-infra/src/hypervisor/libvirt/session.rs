@@ -11,7 +11,21 @@ use virt::sys;
 
 use super::xml::{AttachError, LiveDomain};
 use super::{keyring, virsh};
-use crate::hypervisor::{CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, Result};
+use crate::hypervisor::{
+    CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage, RbdSource, Result,
+};
+
+/// What may be the reason of a refusal if an image is in a namespace: libvirt takes the namespace for a part of the
+/// image's name, unless it knows namespaces.
+fn in_namespace(source: &DiskSource) -> String {
+    match source {
+        DiskSource::Rbd(RbdSource { image: RbdImage { namespace: Some(namespace), .. }, .. }) => format!(
+            "; the image is in the RADOS namespace {namespace}, and this libvirt may be one that cannot open images in \
+             namespaces: give the pool a Ceph pool of its own instead"
+        ),
+        _ => String::new(),
+    }
+}
 
 /// What became of a request to detach a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -246,10 +260,11 @@ impl Session {
                 self.uri, disk.uuid
             ))),
             (None, Err(error)) => Err(HypervisorError::Refused(format!(
-                "libvirt at {} refused to attach the disk {} to domain {node}: {}",
+                "libvirt at {} refused to attach the disk {} to domain {node}: {}{}",
                 self.uri,
                 disk.uuid,
-                error.message()
+                error.message(),
+                in_namespace(&disk.source)
             ))),
         }
     }

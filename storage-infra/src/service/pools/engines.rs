@@ -17,6 +17,18 @@ use crate::fail_points;
 /// Timeout of a quick state probe, and maximum wait for an earlier late probe of the same kind.
 pub(in crate::service) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Least timeout of a probe of a pool in Ceph: it runs several programs, which take seconds on a busy host, and end by
+/// themselves when the cluster does not answer.
+const PROGRAMS: Duration = Duration::from_secs(30);
+
+/// The timeout of a probe of a pool with this engine, if `usual` is that of a directory.
+pub(in crate::service) fn timeout_of(engine: EngineKind, usual: Duration) -> Duration {
+    match engine {
+        EngineKind::File => usual,
+        EngineKind::Rbd => usual.max(PROGRAMS),
+    }
+}
+
 /// Kind of a probe. Callers share results, so the lock of a kind is contended only while a probe is late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::service) enum ProbeKind {
@@ -94,7 +106,8 @@ impl Engines {
         F: FnOnce(&dyn Engine) -> engine::Result<T> + Send + 'static,
     {
         let lock = self.probes.lock((pool.name.clone(), kind));
-        let Ok(held) = tokio::time::timeout(PROBE_TIMEOUT, lock).await else {
+        let [wait, timeout] = [PROBE_TIMEOUT, timeout].map(|usual| timeout_of(pool.spec.engine, usual));
+        let Ok(held) = tokio::time::timeout(wait, lock).await else {
             return Err(format!("{} has not answered an earlier probe yet", pool.spec.path));
         };
         let run = move |engine: &dyn Engine| {

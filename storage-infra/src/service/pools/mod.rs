@@ -23,7 +23,7 @@ use crate::engine::{EngineError, RbdLocation, Record};
 pub use capacity::PoolCapacity;
 use capacity::PoolView;
 pub(super) use capacity::{CapacityInputs, Facts, Precision};
-pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind};
+pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind, timeout_of};
 pub(super) use last_pass::LastPass;
 pub(super) use revisions::{RECOVER, RevisionCheck};
 

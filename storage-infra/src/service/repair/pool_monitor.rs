@@ -19,7 +19,7 @@ use crate::engine::{DirectoryVersion, EngineError, Object};
 use crate::service::attachments::Retries;
 use crate::service::conditions::{Conditions, DataError};
 use crate::service::core::Core;
-use crate::service::pools::{Engines, LastPass};
+use crate::service::pools::{Engines, LastPass, timeout_of};
 use crate::service::problems::Result;
 use crate::service::ticker::Ticker;
 
@@ -99,8 +99,9 @@ impl PoolMonitor {
                 Check::Done(answer) => Some(answer),
                 Check::Late(since, check) => {
                     late.insert(pool.name.clone(), (since, check));
-                    let why = || format!("its filesystem does not answer within {TIMEOUT:?}");
-                    (since.elapsed() >= TIMEOUT).then(|| Err(why()))
+                    let timeout = timeout_of(pool.spec.engine, TIMEOUT);
+                    let why = || format!("its storage does not answer within {timeout:?}");
+                    (since.elapsed() >= timeout).then(|| Err(why()))
                 }
             };
             let found = match answer {

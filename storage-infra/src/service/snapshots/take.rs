@@ -53,7 +53,7 @@ impl Snapshots {
         pool: &PoolRow,
         inputs: &CapacityInputs,
     ) -> Result<SnapshotRow> {
-        let Some(found) = inputs.facts.get(&pool.name).copied() else {
+        let Some(found) = inputs.facts.get(&pool.name).cloned() else {
             let detail = format!("the pool {} of volume {} is not healthy", pool.name, source.id);
             return Err(Problem::new(ProblemCode::Unavailable, detail)
                 .about(ObjectKind::Pool, &pool.name)

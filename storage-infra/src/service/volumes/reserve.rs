@@ -332,6 +332,7 @@ mod tests {
                 available: 9,
                 used: 0,
                 reflink,
+                ceph: None,
             };
             Facts::from([(name.clone(), found)])
         };

@@ -190,7 +190,15 @@ mod tests {
 
     fn facts(available: u64) -> PoolFacts {
         let directory = DirectoryVersion::default();
-        PoolFacts { directory, filesystem: FILESYSTEM, capacity: 10_000, available, used: 0, reflink: true }
+        PoolFacts {
+            directory,
+            filesystem: FILESYSTEM,
+            capacity: 10_000,
+            available,
+            used: 0,
+            reflink: true,
+            ceph: None,
+        }
     }
 
     fn usage(available: u64, allocated: u64) -> HashMap<u64, FilesystemUsage> {

@@ -48,7 +48,7 @@ impl PoolView {
 
     /// The pool's facts if it is healthy.
     pub(in crate::service) fn facts(&self) -> Option<PoolFacts> {
-        self.facts.as_ref().ok().map(|(facts, _)| *facts)
+        self.facts.as_ref().ok().map(|(facts, _)| facts.clone())
     }
 
     /// Whether the pool answered.
@@ -71,7 +71,7 @@ impl PoolView {
     }
 
     pub(in crate::service) fn to_pool(&self) -> Pool {
-        let facts = self.facts();
+        let facts = self.facts.as_ref().ok().map(|(facts, _)| facts);
         Pool {
             name: self.row.name.clone(),
             engine: self.row.spec.engine,
@@ -83,6 +83,7 @@ impl PoolView {
             full: facts.is_some_and(|f| !placement::has_space(f.capacity, f.available)),
             healthy: self.facts.is_ok(),
             message: self.facts.as_ref().err().cloned(),
+            ceph: facts.and_then(|f| f.ceph.clone()),
             capacity_bytes: facts.map_or(0, |f| f.capacity),
             reserved_bytes: self.reserved,
             used_bytes: facts.map_or(0, |f| f.used),

@@ -66,7 +66,7 @@ impl LastScan {
         reserved: &HashMap<PoolName, u64>,
         ledger: &CapacityLedger,
     ) -> Vec<PoolView> {
-        let healthy = pools.iter().filter_map(|(row, facts)| Some((row.name.clone(), *facts.as_ref().ok()?)));
+        let healthy = pools.iter().filter_map(|(row, facts)| Some((row.name.clone(), facts.clone().ok()?)));
         let free = ledger.free(&healthy.collect::<Facts>(), reserved);
         let view = |(row, facts): Probed| {
             let unknown = self.pools.get(&row.name).map(|(_, unknown)| unknown.clone()).unwrap_or_default();

@@ -135,7 +135,7 @@ async fn waits_for_the_cluster(pods: &PodScenario, pod: Script, volume: &Volume)
         Ok(error.map(|error| format!("{error:?}")).ok_or_else(|| "there is no error yet".to_owned()))
     })
     .await?;
-    ensure!(refused.contains("pool"), "{refused}");
+    ensure!(refused.contains("the storage infra is unavailable"), "{refused}");
     ensure!(!s.lab.libvirt_disks(node).await?.contains(&volume.disk), "the disk is attached");
     // The VM is not frozen: its kubelet answers.
     let kubelet = s.lab.kubelet(node).await?;

@@ -38,7 +38,8 @@ pub struct Selection {
     /// Run only these steps, for example to continue an interrupted run. `--list` shows their names.
     #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "filter")]
     only: Vec<String>,
-    /// Storage engine of the pools of the lab. Tests that look at the files of volumes need `file`.
+    /// Storage engine of the pools of the lab. Tests that look at the files of volumes, or use nodes without a VM, need
+    /// `file`.
     #[arg(long, value_enum, default_value_t)]
     engine: Engine,
     /// Continue after a failed step, also if it failed before the lab was started.

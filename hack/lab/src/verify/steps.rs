@@ -41,8 +41,7 @@ const CLUSTER_API: &str = "capi";
 const RBD: &str = "rbd";
 
 /// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
-const ON_BOTH_ENGINES: [&str; 6] = [
-    "attach::csi_attacher_attaches_and_detaches_for_the_attach_detach_controller",
+const ON_BOTH_ENGINES: [&str; 5] = [
     "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
     "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
     "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",

@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | [`api`] | HTTP handlers; translation only |
 //! | [`service`] | operations: locks, intents, repair |
-//! | [`catalog`] | durable state (SQLite) |
+//! | [`catalog`] | durable state (SQLite or PostgreSQL) |
+//! | [`lease`] | until when an active server may act on disks |
 //! | [`budget`] | whether a budget allows a request (pure) |
 //! | [`scope`] | which volumes and snapshots a client reaches (pure) |
 //! | [`placement`] | pool selection for new volumes (pure) |
@@ -29,6 +30,7 @@ mod fail_points;
 pub mod fuzzing;
 mod host_disks;
 pub mod hypervisor;
+pub mod lease;
 pub mod metrics;
 pub mod placement;
 pub mod recover;

@@ -14,6 +14,7 @@
 //! | [`hypervisor`] | attaching disks to VMs |
 //! | [`backup`] | backups of the catalog, and their restoration |
 //! | [`recover`] | rebuilding a lost catalog from the pools |
+//! | [`standby`] | several servers on one database: the passive ones |
 //! | `systemd` | messages to systemd: ready, stopping, watchdog |
 //! | [`cli`] | command line: `serve`, `pki` and the client commands |
 
@@ -36,4 +37,5 @@ pub mod placement;
 pub mod recover;
 pub mod scope;
 pub mod service;
+pub mod standby;
 mod systemd;

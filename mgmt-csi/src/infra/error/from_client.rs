@@ -244,7 +244,7 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 13] = [
+    const CODES: [ProblemCode; 14] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,

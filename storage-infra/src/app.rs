@@ -74,7 +74,7 @@ pub enum CatalogPlace {
     /// In SQLite, in the data directory.
     DataDir,
     /// In a PostgreSQL database, which several servers may use.
-    Database(Target),
+    Database(Box<Target>),
 }
 
 /// Options of `serve`.
@@ -137,7 +137,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
             );
             let name = format!("{} at {bound}", rustix::system::uname().nodename().to_string_lossy());
             let lead = tokio::select! {
-                lead = standby.lead(target.clone(), name) => lead?,
+                lead = standby.lead((**target).clone(), name) => lead?,
                 result = process::stop_signal() => return Ok(result.map(drop)?),
                 ended = listeners.ended() => return ended,
                 failure = supervise::failure() => anyhow::bail!(failure),

@@ -62,7 +62,7 @@ impl Standby {
         }
         match &seen {
             Seen::Active(holder) => {
-                tracing::info!(active = holder, "this server is passive; another one is active")
+                tracing::info!(active = holder, "this server is passive; another one is active");
             }
             Seen::Unreachable(error) => {
                 tracing::warn!(error, "this server is passive; the catalog's database cannot be reached");

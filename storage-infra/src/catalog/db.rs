@@ -147,7 +147,7 @@ impl Params for [&dyn ToValue; 0] {
 
 impl Params for &[&dyn ToValue] {
     fn values(&self) -> Result<Vec<Value<'_>>> {
-        self.iter().map(|value| value.to_value()).collect()
+        self.iter().map(ToValue::to_value).collect()
     }
 }
 

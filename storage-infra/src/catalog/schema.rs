@@ -491,7 +491,8 @@ mod tests {
         };
         let mut tables = list("SELECT name FROM sqlite_schema WHERE type = 'table'");
         let mut imported: Vec<&str> = import::tables().collect();
-        (tables.sort(), imported.sort_unstable());
+        tables.sort();
+        imported.sort_unstable();
         assert_eq!(tables, imported);
         let columns =
             |table: &str| list(&format!("SELECT name FROM pragma_table_info('{table}') ORDER BY name"));

@@ -42,7 +42,8 @@ impl DatabaseFlags {
         });
         let password = password.transpose()?;
         let password = password.as_deref().map(|text| text.trim_end_matches(['\r', '\n']));
-        Ok(CatalogPlace::Database(Target::new(url, password, self.catalog_ca.as_deref())?))
+        let target = Target::new(url, password, self.catalog_ca.as_deref())?;
+        Ok(CatalogPlace::Database(target.into()))
     }
 }
 

@@ -20,13 +20,13 @@ static CLUSTER: LazyLock<Cluster> = LazyLock::new(Cluster::start);
 #[derive(Debug, Clone)]
 pub(in crate::catalog) enum Backend {
     Sqlite,
-    Postgres(Target),
+    Postgres(Box<Target>),
 }
 
 impl Backend {
     /// SQLite, and a new database of PostgreSQL.
     pub(in crate::catalog) fn each() -> [Self; 2] {
-        [Self::Sqlite, Self::Postgres(database())]
+        [Self::Sqlite, Self::Postgres(database().into())]
     }
 
     /// Opens the catalog, if possible at once.

@@ -191,7 +191,7 @@ async fn an_import_brings_every_row_and_takes_the_file_out_of_use() {
         .await
         .unwrap();
     end(&catalog, "a").await.unwrap();
-    let revision = catalog.read::<_, CatalogError, _>(|tx| tx.revision()).await.unwrap();
+    let revision = catalog.read::<_, CatalogError, _>(|tx: &Tx<'_>| Ok((tx.revision()?,))).await.unwrap();
     let led = lead(&target);
     let error = import::import(dir.path(), &led).unwrap_err().to_string();
     assert!(error.contains("another server"), "{error}");
@@ -203,7 +203,7 @@ async fn an_import_brings_every_row_and_takes_the_file_out_of_use() {
         !dir.path().join("catalog.sqlite").exists() && dir.path().join("catalog.sqlite.imported").exists()
     );
     let catalog = open(dir.path(), &led).unwrap();
-    assert_eq!(catalog.revision(), revision);
+    assert_eq!((catalog.revision(),), revision);
     let read = |tx: &Tx<'_>| Ok((tx.reserved()?, tx.volumes(None, "", 10)?, tx.usages()?));
     let (reserved, volumes, usages) = catalog.read::<_, CatalogError, _>(read).await.unwrap();
     assert_eq!((reserved.values().sum::<u64>(), volumes.len(), usages.len()), (7, 1, 1));

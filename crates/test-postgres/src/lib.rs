@@ -1,7 +1,8 @@
 //! A PostgreSQL server for tests: Debian's programs, as an unprivileged user, on a Unix socket, with its data in a temporary
 //! directory. It ends with the test's process, however that ends: a shell waits for the end of its input.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +16,7 @@ set -e
 directory=$(mktemp --directory --tmpdir nestor-postgres.XXXXXX)
 chmod 755 "$directory"
 trap '"$1/pg_ctl" -s -D "$directory/data" -m immediate stop 2>/dev/null; rm -rf "$directory"' EXIT
-"$1/initdb" --pgdata "$directory/data" --auth trust --username nestor --encoding UTF8 --locale C.UTF-8 --no-sync > "$directory/log" 2>&1 ||
+"$1/initdb" --pgdata "$directory/data" --auth-local trust --auth-host scram-sha-256 --username nestor --encoding UTF8 --locale C.UTF-8 --no-sync > "$directory/log" 2>&1 ||
     { cat "$directory/log" >&2; exit 1; }
 cat >> "$directory/data/postgresql.conf" <<END
 listen_addresses = ''
@@ -33,6 +34,7 @@ cat > /dev/null
 pub struct Cluster {
     programs: PathBuf,
     directory: PathBuf,
+    port: u16,
     databases: AtomicUsize,
     shell: Child,
 }
@@ -56,7 +58,13 @@ impl Cluster {
         let output = shell.stdout.take().map(BufReader::new);
         let read = output.map(|mut output| output.read_line(&mut line));
         assert!(matches!(read, Some(Ok(1..))), "PostgreSQL did not start");
-        Self { programs, directory: line.trim_end().into(), databases: AtomicUsize::new(0), shell }
+        Self {
+            programs,
+            directory: line.trim_end().into(),
+            port: 5432,
+            databases: AtomicUsize::new(0),
+            shell,
+        }
     }
 
     /// The directory of its socket.
@@ -68,17 +76,54 @@ impl Cluster {
     pub fn database(&self) -> String {
         let name = format!("catalog{}", self.databases.fetch_add(1, Ordering::Relaxed));
         self.query("postgres", &format!("CREATE DATABASE {name}"));
-        format!("postgresql://nestor@/{name}?host={}", self.directory.display())
+        format!("postgresql://nestor@/{name}?host={}&port={}", self.directory.display(), self.port)
     }
 
     /// Runs SQL in a database by its name or URL; returns the rows, one per line.
     pub fn query(&self, database: &str, sql: &str) -> String {
         let mut command = Command::new(self.programs.join("psql"));
-        command.args(["-U", "nestor", "-h"]).arg(&self.directory).args(["-qAtX", "-v", "ON_ERROR_STOP=1"]);
+        command.args(["-p", &self.port.to_string(), "-U", "nestor", "-h"]).arg(&self.directory).args([
+            "-qAtX",
+            "-v",
+            "ON_ERROR_STOP=1",
+        ]);
         let output = command.args(["-d", database, "-c", sql]).output();
         let output = output.unwrap_or_else(|error| panic!("cannot run psql: {error}"));
         assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
+    }
+
+    /// Restarts the server with TLS on a port of the loopback address, where it asks for a password. Returns the port.
+    ///
+    /// # Panics
+    ///
+    /// If the server does not start.
+    pub fn serve_tls(&mut self, certificate: &str, key: &str) -> u16 {
+        let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+        self.crash();
+        self.port = port.unwrap_or_else(|error| panic!("no free port: {error}")).port();
+        let settings = format!("listen_addresses = '127.0.0.1'\nport = {}\nssl = on\n", self.port);
+        for (name, text) in
+            [("server.crt", certificate), ("server.key", key), ("postgresql.auto.conf", settings.as_str())]
+        {
+            self.write(name, text);
+        }
+        self.start_again();
+        self.port
+    }
+
+    /// Writes a file of the server as its user.
+    fn write(&self, name: &str, text: &str) {
+        let mut command = unprivileged("sh");
+        command.args(["-c", r#"umask 077; cat > "$0""#]).arg(self.directory.join("data").join(name));
+        let shell = command.stdin(Stdio::piped()).spawn();
+        let mut shell = shell.unwrap_or_else(|error| panic!("cannot write {name}: {error}"));
+        let written = shell.stdin.take().map(|mut input| input.write_all(text.as_bytes()));
+        let ended = shell.wait();
+        assert!(
+            matches!((written, ended), (Some(Ok(())), Ok(status)) if status.success()),
+            "cannot write {name}"
+        );
     }
 
     /// Stops the server at once, without a checkpoint, as a crash does.

@@ -204,4 +204,32 @@ mod tests {
         let target = Target::new("postgresql://me@/nestor?host=/run/postgresql", Some("hunter2"), None);
         assert_eq!(format!("{:?}", target.unwrap()), "the database nestor at /run/postgresql");
     }
+
+    #[test]
+    fn a_host_is_reached_by_tls_only_with_its_ca_and_the_password() {
+        // An error means that a crypto provider is already installed.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let certificate = || rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        let (own, other) = (certificate(), certificate());
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let (ca, wrong) = (file("ca", &own.cert.pem()), file("other", &other.cert.pem()));
+        let mut cluster = test_postgres::Cluster::start();
+        let port = cluster.serve_tls(&own.cert.pem(), &own.signing_key.serialize_pem());
+        cluster.query("postgres", "ALTER ROLE nestor PASSWORD 'hunter2'");
+        let url = format!("postgresql://nestor@localhost:{port}/postgres");
+        let connect = |password: &str, ca: &Path| {
+            let target = Target::new(&url, Some(password), Some(ca)).unwrap();
+            target.connect().map(drop).map_err(|error| error.to_string())
+        };
+        assert_eq!(connect("hunter2", &ca), Ok(()));
+        let error = connect("wrong", &ca).unwrap_err();
+        assert!(error.contains("password") && !error.contains("wrong"), "{error}");
+        let error = connect("hunter2", &wrong).unwrap_err();
+        assert!(error.contains("certificate"), "{error}");
+    }
 }

@@ -302,3 +302,29 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
         self.0.presence(node, disks).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::engine::{EngineError, FileEngine};
+    use crate::hypervisor::HypervisorError;
+    use crate::hypervisor::simulated::Simulated;
+    use crate::lease::clock;
+
+    #[tokio::test]
+    async fn nothing_has_an_effect_without_the_lease() {
+        let dir = tempfile::tempdir().unwrap();
+        let (lease, uuid, id) = (Lease::ended(), Uuid::new_v4(), VolumeId::new("v").unwrap());
+        let vms = hypervisor(Arc::new(Simulated::new(dir.path(), Duration::ZERO)), lease.clone());
+        let files = engine(Arc::new(FileEngine::new(dir.path(), uuid, dir.path())), lease.clone());
+        assert!(matches!(vms.power_off(uuid).await, Err(HypervisorError::NotActive(_))));
+        assert!(matches!(files.expand(&id, 4096), Err(EngineError::NotActive(_))));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        lease.extend(clock(), Duration::from_secs(3600));
+        vms.power_off(uuid).await.unwrap();
+        let expanded = files.expand(&id, 4096);
+        assert!(!matches!(expanded, Ok(()) | Err(EngineError::NotActive(_))), "there is no such file");
+    }
+}

@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 use crate::api::{self, MetricsAuth, NamingAcceptor, WithoutRole};
 use crate::backup::{self, Schedule};
 use crate::catalog::Catalog;
+use crate::catalog::postgres::Target;
 use crate::engine::file::private_dir;
 use crate::hypervisor::Hypervisor;
 use crate::hypervisor::libvirt::Libvirt;
@@ -31,6 +32,7 @@ use crate::hypervisor::loop_device::LoopDevices;
 use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
 use crate::service::Service;
+use crate::standby::{Door, Standby};
 use crate::systemd;
 
 /// Time that running operations and connections have to finish after a shutdown signal.
@@ -41,6 +43,10 @@ const CATALOG_LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_STREAMS: u32 = 4096;
 /// Interval between checks of the certificate files.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
+
+/// The error of a server that was replaced.
+const REPLACED: &str = "another server is active: this one could not renew its lease in the database in time, and did nothing \
+                        since; start it again as a passive server";
 
 /// A hypervisor as given by `--hypervisor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,11 +68,22 @@ pub enum HypervisorTarget {
     Simulated(PathBuf, Duration),
 }
 
+/// Where the catalog is.
+#[derive(Debug, Clone)]
+pub enum CatalogPlace {
+    /// In SQLite, in the data directory.
+    DataDir,
+    /// In a PostgreSQL database, which several servers may use.
+    Database(Box<Target>),
+}
+
 /// Options of `serve`.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Directory of the catalog.
+    /// Directory of the catalog, or of what is beside one in a database.
     pub data_dir: PathBuf,
+    /// Where the catalog is.
+    pub catalog: CatalogPlace,
     /// Listen address of the API.
     pub listen: SocketAddr,
     /// The server's certificate chain.
@@ -98,43 +115,54 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     metrics.certificates().set(expiry(&options));
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
-    let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
-    let watched = catalog.clone();
     let hypervisors = hypervisors(&options.hypervisors)?;
     let zones = zones(&options.zones, &hypervisors)?;
+    let standby = Standby::default();
+    let mut listeners = Listeners {
+        api: Door::new(standby.api()),
+        ops: Door::new(standby.ops(metrics.clone())),
+        handle: axum_server::Handle::new(),
+        stop: CancellationToken::new(),
+        tasks: JoinSet::new(),
+    };
+    let mut address = None;
+    let lead = match &options.catalog {
+        CatalogPlace::DataDir => None,
+        CatalogPlace::Database(target) => {
+            let bound = *address.insert(listeners.start(&options, &tls).await?);
+            let pings = supervise::background(
+                "watchdog of the passive server",
+                listeners.stop.clone(),
+                systemd::passive(listeners.stop.child_token()),
+            );
+            let name = format!("{} at {bound}", rustix::system::uname().nodename().to_string_lossy());
+            let lead = tokio::select! {
+                lead = standby.lead((**target).clone(), name) => lead?,
+                result = process::stop_signal() => return Ok(result.map(drop)?),
+                ended = listeners.ended() => return ended,
+                failure = supervise::failure() => anyhow::bail!(failure),
+            };
+            pings.abort();
+            Some(lead)
+        }
+    };
+    let catalog = match &lead {
+        None => Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?,
+        Some(lead) => Catalog::open_led(&options.data_dir, CATALOG_LOCK_TIMEOUT, lead)?,
+    };
+    let lease = catalog.lease().clone();
+    let watched = catalog.clone();
     let service = Service::new(catalog, hypervisors, zones, metrics.clone(), options.file_dirs.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
-    // Bind before health is served: a client that sees a healthy server must be able to connect.
-    let listener =
-        TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
-    listener.set_nonblocking(true)?;
-
-    let stop = CancellationToken::new();
-    let mut tasks = JoinSet::new();
-    if let Some(address) = options.http_listen {
-        let listener = tokio::net::TcpListener::bind(address)
-            .await
-            .with_context(|| format!("cannot listen for health and metrics on {address}"))?;
-        tracing::info!(address = %listener.local_addr()?, "health and metrics");
-        let server = axum::serve(listener, api::ops_router(service.clone(), options.metrics_auth))
-            .with_graceful_shutdown(stop.clone().cancelled_owned());
-        tasks.spawn(async move { server.await.context("health and metrics") });
-    }
-    let address = listener.local_addr()?;
-    tracing::info!(%address, "serving the API");
+    let stop = listeners.stop.clone();
+    listeners.open(&service, &options);
+    metrics.activated();
+    let address = match address {
+        Some(address) => address,
+        None => listeners.start(&options, &tls).await?,
+    };
     let status = format!("serving the API on {address}");
-    let handle = axum_server::Handle::new();
-    let mut router = api::router(service.clone(), options.without_role, stop.clone());
-    if options.metrics_auth == MetricsAuth::Certificate {
-        router = router.merge(api::metrics_router(service.clone()));
-    }
-    // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
-    // delayed ACK (40 ms).
-    let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
-    let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
-    server.http_builder().http2().max_concurrent_streams(MAX_STREAMS);
-    tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let mut loops = periodic(&service, &stop);
     loops.push(supervise::background(
         "certificate reload",
@@ -151,23 +179,88 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
 
     let ended = tokio::select! {
         result = process::stop_signal() => result.map(drop).map_err(anyhow::Error::from),
-        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener stopped unexpectedly"))),
+        ended = listeners.ended() => ended,
         failure = supervise::failure() => Err(anyhow::anyhow!(failure)),
+        // Its locks of the pools end with the process, so it ends at once.
+        () = lease.lost() => anyhow::bail!(REPLACED),
     };
     tracing::info!("stopping");
     systemd::stopping();
     stop.cancel();
     service.cancel_copies();
-    handle.graceful_shutdown(Some(SHUTDOWN_GRACE));
+    listeners.handle.graceful_shutdown(Some(SHUTDOWN_GRACE));
     let finish = async {
-        while tasks.join_next().await.is_some() {}
+        listeners.finished().await;
         join_all(loops).await;
         service.drain().await;
     };
-    if tokio::time::timeout(SHUTDOWN_GRACE, finish).await.is_err() {
-        tracing::warn!("operations are still running; the next start completes them");
+    match (tokio::time::timeout(SHUTDOWN_GRACE, finish).await, lead) {
+        (Ok(()), Some(lead)) => tokio::task::spawn_blocking(move || lead.give_up()).await?,
+        (Ok(()), None) => {}
+        (Err(_), _) => tracing::warn!("operations are still running; the next start completes them"),
     }
     ended
+}
+
+/// The listeners, and what answers there.
+struct Listeners {
+    api: Door,
+    ops: Door,
+    handle: axum_server::Handle<SocketAddr>,
+    stop: CancellationToken,
+    tasks: JoinSet<anyhow::Result<()>>,
+}
+
+impl Listeners {
+    /// The service answers from now on.
+    fn open(&self, service: &Service, options: &Options) {
+        let mut router = api::router(service.clone(), options.without_role, self.stop.clone());
+        if options.metrics_auth == MetricsAuth::Certificate {
+            router = router.merge(api::metrics_router(service.clone()));
+        }
+        self.api.open(router);
+        self.ops.open(api::ops_router(service.clone(), options.metrics_auth));
+    }
+
+    /// Starts to listen. Returns the address of the API.
+    async fn start(&mut self, options: &Options, tls: &RustlsConfig) -> anyhow::Result<SocketAddr> {
+        // Bind before health is served: a client that sees a healthy server must be able to connect.
+        let listener = TcpListener::bind(options.listen)
+            .with_context(|| format!("cannot listen on {}", options.listen))?;
+        listener.set_nonblocking(true)?;
+        if let Some(address) = options.http_listen {
+            let listener = tokio::net::TcpListener::bind(address)
+                .await
+                .with_context(|| format!("cannot listen for health and metrics on {address}"))?;
+            tracing::info!(address = %listener.local_addr()?, "health and metrics");
+            let server = axum::serve(listener, self.ops.router())
+                .with_graceful_shutdown(self.stop.clone().cancelled_owned());
+            self.tasks.spawn(async move { server.await.context("health and metrics") });
+        }
+        let address = listener.local_addr()?;
+        tracing::info!(%address, "serving the API");
+        // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
+        // delayed ACK (40 ms).
+        let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
+        let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(self.handle.clone());
+        server.http_builder().http2().max_concurrent_streams(MAX_STREAMS);
+        let router = self.api.router();
+        self.tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
+        Ok(address)
+    }
+
+    /// Waits until a listener fails.
+    async fn ended(&mut self) -> anyhow::Result<()> {
+        match self.tasks.join_next().await {
+            Some(ended) => ended?.and(Err(anyhow::anyhow!("a listener stopped unexpectedly"))),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Waits until all listeners have ended.
+    async fn finished(&mut self) {
+        while self.tasks.join_next().await.is_some() {}
+    }
 }
 
 /// Starts the service's periodic loops, each in a supervised task.

@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | [`api`] | HTTP handlers; translation only |
 //! | [`service`] | operations: locks, intents, repair |
-//! | [`catalog`] | durable state (SQLite) |
+//! | [`catalog`] | durable state (SQLite or PostgreSQL) |
+//! | [`lease`] | until when an active server may act on disks |
 //! | [`budget`] | whether a budget allows a request (pure) |
 //! | [`scope`] | which volumes and snapshots a client reaches (pure) |
 //! | [`placement`] | pool selection for new volumes (pure) |
@@ -13,6 +14,7 @@
 //! | [`hypervisor`] | attaching disks to VMs |
 //! | [`backup`] | backups of the catalog, and their restoration |
 //! | [`recover`] | rebuilding a lost catalog from the pools |
+//! | [`standby`] | several servers on one database: the passive ones |
 //! | `systemd` | messages to systemd: ready, stopping, watchdog |
 //! | [`cli`] | command line: `serve`, `pki` and the client commands |
 
@@ -29,9 +31,11 @@ mod fail_points;
 pub mod fuzzing;
 mod host_disks;
 pub mod hypervisor;
+pub mod lease;
 pub mod metrics;
 pub mod placement;
 pub mod recover;
 pub mod scope;
 pub mod service;
+pub mod standby;
 mod systemd;

@@ -63,6 +63,7 @@ struct Inner {
     certificates: CertificateMetrics,
     moves: MoveMetrics,
     without_role: Counter,
+    active: Gauge,
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
     repairs: Counter,
@@ -152,6 +153,8 @@ impl Default for Metrics {
         let without_role = Counter::default();
         let help = "Requests of clients whose certificate has no role";
         registry.register("requests_without_role", help, without_role.clone());
+        let active = Gauge::default();
+        registry.register("active", "1 if the server is active, 0 if it is passive", active.clone());
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
@@ -160,6 +163,7 @@ impl Default for Metrics {
             certificates,
             moves,
             without_role,
+            active,
             requests,
             latency,
             repairs,
@@ -223,6 +227,11 @@ impl Metrics {
     /// Counts a request of a client without a role.
     pub fn without_role(&self) {
         self.0.without_role.inc();
+    }
+
+    /// The server is active.
+    pub fn activated(&self) {
+        self.0.active.set(1);
     }
 
     /// Counts an attachment whose disk was attached again.

@@ -50,6 +50,19 @@ pub async fn watchdog(catalog: Catalog, stop: CancellationToken) {
     }
 }
 
+/// Says that the server waits for the lead, and sends pings until stopped.
+pub async fn passive(stop: CancellationToken) {
+    ready("passive: another server is active");
+    let Some(timeout) = sd_notify::watchdog_enabled() else { return stop.cancelled().await };
+    let mut tick = tokio::time::interval(timeout / 3);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = tick.tick() => send(&[NotifyState::Watchdog]),
+        }
+    }
+}
+
 /// Waits for the catalog, however long that takes; late pings are systemd's to judge.
 async fn with_warning<T>(period: Duration, answer: impl Future<Output = T>) -> T {
     tokio::pin!(answer);

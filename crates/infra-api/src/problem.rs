@@ -37,6 +37,8 @@ pub enum ProblemCode {
     /// A pool or hypervisor cannot be reached or did not finish in time; the operation may have taken effect. Retry.
     /// 503.
     Unavailable,
+    /// This server does not lead: another one is active, or will be. It did nothing; send the request to the other. 503.
+    NotActive,
     /// The catalog or the pool is read-only. 503.
     ReadOnly,
     /// Internal server error; see the server's log. The operation may have taken effect. 500.
@@ -54,7 +56,7 @@ impl ProblemCode {
             Self::Ended => 410,
             Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks | Self::Suspended => 409,
             Self::OutOfSpace | Self::OverBudget => 507,
-            Self::Unavailable | Self::ReadOnly => 503,
+            Self::Unavailable | Self::NotActive | Self::ReadOnly => 503,
             Self::Internal => 500,
         }
     }
@@ -75,6 +77,7 @@ impl ProblemCode {
             | Self::NodeNotRunning
             | Self::TooManyDisks
             | Self::Suspended
+            | Self::NotActive
             | Self::ReadOnly => false,
         }
     }
@@ -94,6 +97,7 @@ impl ProblemCode {
             Self::TooManyDisks => "too-many-disks",
             Self::Suspended => "suspended",
             Self::Unavailable => "unavailable",
+            Self::NotActive => "not-active",
             Self::ReadOnly => "read-only",
             Self::Internal => "internal",
         }
@@ -114,6 +118,7 @@ impl ProblemCode {
             Self::TooManyDisks => "The virtual machine has no free slot for another disk",
             Self::Suspended => "The volume or its pool is suspended",
             Self::Unavailable => "The infrastructure cannot be reached or has not finished",
+            Self::NotActive => "The server is not the active one",
             Self::ReadOnly => "The storage is read-only",
             Self::Internal => "Internal server error",
         }

@@ -84,6 +84,7 @@ fn text(code: ProblemCode) -> &'static str {
         ProblemCode::Suspended => {
             "the platform team suspended the volume: ask them when it can be used again"
         }
+        ProblemCode::NotActive => "no server of the storage infra is active at present: repeat the request",
         ProblemCode::ReadOnly => "the storage is read-only at present: repeat the request later",
         ProblemCode::Internal
         | ProblemCode::Invalid

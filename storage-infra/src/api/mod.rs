@@ -36,7 +36,7 @@ use crate::service::{Failure, Service};
 
 pub use client::{Client, NamingAcceptor};
 pub use docs::openapi;
-pub use ops::{MetricsAuth, metrics_router, router as ops_router};
+pub use ops::{MetricsAuth, metrics_router, plain_metrics_router, router as ops_router};
 pub use roles::WithoutRole;
 use view::App;
 

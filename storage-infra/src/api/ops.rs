@@ -10,6 +10,7 @@ use infra_api::Health;
 use process_kit::health::report;
 
 use super::client;
+use crate::metrics::Metrics;
 use crate::service::Service;
 
 /// Who may read `/metrics`.
@@ -72,6 +73,11 @@ fn respond(checks: Vec<Check>) -> Response {
     (status, report(checks.iter().map(|(name, reason)| (*name, reason.as_deref())))).into_response()
 }
 
+/// Router of `/metrics` of a server that does not serve: without what its service would measure.
+pub fn plain_metrics_router(metrics: Metrics) -> Router {
+    Router::new().route("/metrics", get(move || async move { encode(&metrics) }))
+}
+
 async fn metrics(State(service): State<Service>) -> impl IntoResponse {
     // The health check updates the gauges.
     if let Err(failure) = service.health().check().await {
@@ -80,7 +86,11 @@ async fn metrics(State(service): State<Service>) -> impl IntoResponse {
     if let Err(failure) = service.budgets().measure().await {
         tracing::warn!(%failure, "cannot update the metrics of accounts");
     }
-    match service.metrics().encode() {
+    encode(service.metrics())
+}
+
+fn encode(metrics: &Metrics) -> Response {
+    match metrics.encode() {
         Ok(text) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([("content-type", kind)], text).into_response()

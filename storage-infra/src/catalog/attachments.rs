@@ -1,9 +1,9 @@
 //! Table of attachments.
 
 use infra_api::{Access, AttachmentId, AttachmentSpec, AttachmentState, VolumeId};
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_word, parse};
 
 /// Whether a disk was attested blank before it was attached.
@@ -83,7 +83,7 @@ impl AttachmentRow {
 
 const COLUMNS: &str = "id, volume, node, read_only, access, state, message, created_at, blank";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<AttachmentRow>> {
     let (id, volume, node, read_only): (String, String, String, bool) =
         (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
     let (access, state, message, created_at): (String, String, Option<String>, String) =
@@ -107,9 +107,9 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
 /// WHERE clause by node and volume. One text per combination, so that SQLite uses an index.
 pub(super) fn filter(node: bool, volume: bool) -> &'static str {
     match (node, volume) {
-        (false, false) => "?1 IS NULL AND ?2 IS NULL",
-        (true, false) => "node = ?1 AND ?2 IS NULL",
-        (false, true) => "?1 IS NULL AND volume = ?2",
+        (false, false) => "CAST(?1 AS TEXT) IS NULL AND CAST(?2 AS TEXT) IS NULL",
+        (true, false) => "node = ?1 AND CAST(?2 AS TEXT) IS NULL",
+        (false, true) => "CAST(?1 AS TEXT) IS NULL AND volume = ?2",
         (true, true) => "node = ?1 AND volume = ?2",
     }
 }

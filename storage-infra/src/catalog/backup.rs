@@ -114,7 +114,7 @@ pub fn verify(file: &Path) -> Result<Summary> {
     let mut connection = read_only(file)?;
     refuse_faults(file, &connection)?;
     let tx = connection.transaction()?;
-    integrity::read_all(&Tx(&tx))?;
+    integrity::read_all(&Tx::of(&tx))?;
     summary(&tx)
 }
 
@@ -127,7 +127,7 @@ pub fn origin(file: &Path) -> Result<Option<Origin>> {
 pub fn revision(file: &Path) -> Result<u64> {
     let mut connection = read_only(file)?;
     let tx = connection.transaction()?;
-    Tx(&tx).revision()
+    Tx::of(&tx).revision()
 }
 
 /// Whether a catalog contains any pool or node; true if it cannot be read.
@@ -164,13 +164,13 @@ pub fn restore_to(backup: &Path, fresh: &Path) -> Result<(Content, Summary, Opti
 pub fn mark_stale(catalog: &Path, stale: &BTreeMap<PoolName, Vec<VolumeId>>) -> Result<()> {
     let mut connection = Connection::open(catalog)?;
     let tx = connection.transaction()?;
-    stale.iter().try_for_each(|(pool, volumes)| Tx(&tx).mark_stale(pool, volumes))?;
+    stale.iter().try_for_each(|(pool, volumes)| Tx::of(&tx).mark_stale(pool, volumes))?;
     Ok(tx.commit()?)
 }
 
 fn read(connection: &mut Connection) -> Result<(Content, Summary)> {
     let tx = connection.transaction()?;
-    let rows = Tx(&tx);
+    let rows = Tx::of(&tx);
     let revision_of = |row: VolumeRow| -> Result<_> {
         let revision = rows.volume_revision(&row.id)?.unwrap_or(0);
         Ok((row, revision))
@@ -235,7 +235,7 @@ fn summary(connection: &Connection) -> Result<Summary> {
     };
     Ok(Summary {
         schema_version: connection.query_row("PRAGMA user_version", [], |row| row.get(0))?,
-        revision: Tx(connection).revision()?,
+        revision: Tx::of(connection).revision()?,
         pools: count("pools")?,
         volumes: count("volumes")?,
         snapshots: count("snapshots")?,

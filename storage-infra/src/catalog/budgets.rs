@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use infra_api::{Account, BudgetSpec, ClassUsage, Owner, Usage, VolumeId};
-use rusqlite::{OptionalExtension, Row, params};
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_json, parse, to_json};
 
 /// Migration.
@@ -89,7 +89,7 @@ BEGIN
 END;
 ";
 
-fn read_usage(row: &Row<'_>) -> rusqlite::Result<(String, String, ClassUsage)> {
+fn read_usage(row: &Row<'_>) -> db::Result<(String, String, ClassUsage)> {
     let used = ClassUsage { bytes: row.get(2)?, volumes: row.get(3)?, snapshots: row.get(4)? };
     Ok((row.get(0)?, row.get(1)?, used))
 }
@@ -109,7 +109,7 @@ impl Tx<'_> {
     pub fn budgets(&self) -> Result<BTreeMap<Account, BudgetSpec>> {
         self.0
             .prepare_cached("SELECT account, limits FROM budgets")?
-            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?)))?
+            .query_map([], |row| Ok((row.get::<String>(0)?, row.get::<String>(1)?)))?
             .map(|row| {
                 let (account, limits) = row?;
                 Ok((parse("budgets.account", &account)?, from_json("budgets.limits", &limits)?))
@@ -120,7 +120,10 @@ impl Tx<'_> {
     /// Sets the limits of an account.
     pub fn put_budget(&self, account: &Account, limits: &BudgetSpec) -> Result<()> {
         self.0
-            .prepare_cached("INSERT OR REPLACE INTO budgets VALUES (?1, ?2)")?
+            .prepare_cached(
+                "INSERT INTO budgets (account, limits) VALUES (?1, ?2) \
+                 ON CONFLICT (account) DO UPDATE SET limits = excluded.limits",
+            )?
             .execute(params![account.as_str(), to_json(limits)?])?;
         Ok(())
     }
@@ -172,6 +175,7 @@ impl Tx<'_> {
 mod tests {
     use rusqlite::Connection;
 
+    use super::super::postgres::testing::{Backend, Scratch};
     use super::super::schema;
     use super::*;
 
@@ -185,18 +189,20 @@ mod tests {
     fn insert_snapshot(id: &str, account: &str, bytes: u64) -> String {
         format!(
             "INSERT INTO snapshots (id, volume, pool, capacity, reserved, family, copying, state, labels, created_at, \
-             account, class) VALUES ('{id}', 'v', 'p', 9, {bytes}, 'f', 0, 'ready', '{{}}', 'now', '{account}', 'c');"
+             account, class) VALUES ('{id}', 'v', 'p', 9, {bytes}, 'f', FALSE, 'ready', '{{}}', 'now', '{account}', 'c');"
         )
     }
 
     const POOL: &str = "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
-                        VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);";
+                        VALUES ('p', 'u', 'file', '/p', '{}', FALSE, TRUE);";
 
     #[test]
     fn the_usage_follows_every_change() {
-        let mut connection = Connection::open_in_memory().unwrap();
-        schema::migrate(&mut connection).unwrap();
-        connection.execute_batch(POOL).unwrap();
+        Backend::each().iter().for_each(|backend| backend.scratch(follows));
+    }
+
+    fn follows(catalog: &Scratch<'_>) {
+        catalog.run(POOL);
         let steps = [
             (insert_volume("v", "a", 100), [(100, 1, 0), (0, 0, 0)]),
             (insert_snapshot("s", "a", 7), [(107, 1, 1), (0, 0, 0)]),
@@ -209,14 +215,14 @@ mod tests {
             ("DELETE FROM volumes".to_owned(), [(0, 0, 0), (0, 0, 0)]),
         ];
         for (step, expected) in steps {
-            connection.execute_batch(&step).unwrap();
+            catalog.run(&step);
             let used = ["a", "b"].map(|account| {
-                let used = Tx(&connection).usage(&Account::new(account).unwrap()).unwrap();
+                let used = catalog.tx().usage(&Account::new(account).unwrap()).unwrap();
                 (used.bytes, used.volumes, used.snapshots)
             });
             assert_eq!(used, expected, "{step}");
         }
-        assert!(Tx(&connection).usages().unwrap().is_empty());
+        assert!(catalog.tx().usages().unwrap().is_empty());
     }
 
     #[test]
@@ -241,7 +247,7 @@ mod tests {
         ];
         connection.execute_batch(&rows.concat()).unwrap();
         schema::migrate(&mut connection).unwrap();
-        let all = Tx(&connection).usages().unwrap();
+        let all = Tx::of(&connection).usages().unwrap();
         let of = |account: &str| &all[&Account::new(account).unwrap()];
         assert_eq!((of("g1").bytes, of("g1").volumes, of("g1").snapshots), (15, 1, 1));
         assert_eq!((of("").bytes, of("").volumes, of("").snapshots), (20, 2, 0));

@@ -29,23 +29,28 @@ const READERS: usize = 2;
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Answers the caller of a transaction after the commit has succeeded or failed.
-type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+pub(super) type Answer = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Work of a transaction, or the error if no transaction could be started. The flag says that it failed and must be
 /// rolled back.
-type Work = Box<dyn FnOnce(Result<&Tx<'_>>) -> (Answer, bool) + Send>;
+pub(super) type Work = Box<dyn FnOnce(Result<&Tx<'_>>) -> (Answer, bool) + Send>;
 
 /// A queued write transaction.
-struct Write {
-    work: Work,
+pub(super) struct Write {
+    pub(super) work: Work,
     /// Name of its fail points.
-    place: fn() -> String,
+    pub(super) place: fn() -> String,
     /// It may be answered before it is durable.
-    unsynced: bool,
+    pub(super) unsynced: bool,
 }
 
+/// Runs, commits and answers waiting transactions, and counts commits that changed rows.
+type WriteGroup = Box<dyn FnMut(VecDeque<Write>, &AtomicU64) + Send>;
+/// Runs a read transaction.
+type RunRead = Box<dyn FnMut(Read) + Send>;
+
 /// A queued read transaction.
-type Read = Box<dyn FnOnce(Result<&Tx<'_>>) + Send>;
+pub(super) type Read = Box<dyn FnOnce(Result<&Tx<'_>>) + Send>;
 
 /// A closable queue for some threads.
 struct Queue<T> {
@@ -96,8 +101,8 @@ impl Threads {
     /// Starts one writer thread and several reader threads. The lock is held until all have ended.
     pub(super) fn start(
         lock: File,
-        mut writer: Connection,
-        reader: impl Fn() -> Result<Connection>,
+        mut writer: WriteGroup,
+        reader: impl Fn() -> Result<RunRead>,
     ) -> Result<Self> {
         let (running, ended) = mpsc::channel();
         let (writes, reads, changes) = (Queue::new(), Queue::new(), Arc::default());
@@ -117,10 +122,10 @@ impl Threads {
             thread.map(drop).map_err(failed)
         };
         for _ in 0..READERS {
-            let (mut connection, reads) = (reader()?, threads.reads.clone());
+            let (mut run, reads) = (reader()?, threads.reads.clone());
             let work = move || {
                 while let Some(waiting) = reads.take(1) {
-                    waiting.into_iter().for_each(|read| run_read(&mut connection, read));
+                    waiting.into_iter().for_each(&mut run);
                 }
             };
             start("catalog-read", Box::new(work))?;
@@ -128,7 +133,7 @@ impl Threads {
         let (writes, changes) = (threads.writes.clone(), threads.changes.clone());
         let work = move || {
             while let Some(waiting) = writes.take(usize::MAX) {
-                commit_group(&mut writer, waiting, &changes);
+                writer(waiting, &changes);
             }
         };
         start("catalog-write", Box::new(work))?;
@@ -193,10 +198,20 @@ async fn wait<T, E: From<CatalogError>>(response: oneshot::Receiver<Result<T, E>
     response.await.unwrap_or_else(broke)
 }
 
+/// Writes to SQLite.
+pub(super) fn writer(mut connection: Connection) -> WriteGroup {
+    Box::new(move |waiting, changes| commit_group(&mut connection, waiting, changes))
+}
+
+/// Reads from SQLite.
+pub(super) fn reader(mut connection: Connection) -> RunRead {
+    Box::new(move |read| run_read(&mut connection, read))
+}
+
 fn run_read(connection: &mut Connection, read: Read) {
     match connection.transaction() {
         // Rolled back at the end: nothing was changed.
-        Ok(tx) => drop(catch_unwind(AssertUnwindSafe(|| read(Ok(&Tx(&tx)))))),
+        Ok(tx) => drop(catch_unwind(AssertUnwindSafe(|| read(Ok(&Tx::of(&tx)))))),
         Err(error) => read(Err(error.into())),
     }
 }
@@ -259,7 +274,7 @@ fn run_and_commit(
         let mut savepoint = tx.savepoint()?;
         let Some(write) = waiting.pop_front() else { break };
         LAST_ERROR.set(None);
-        let done = catch_unwind(AssertUnwindSafe(|| (write.work)(Ok(&Tx(&savepoint)))));
+        let done = catch_unwind(AssertUnwindSafe(|| (write.work)(Ok(&Tx::of(&savepoint)))));
         let is_fine = matches!(done, Ok((_, false)));
         answers.extend(done.ok().map(|(answer, _)| answer));
         // After some errors, such as a full disk, SQLite rolls back the whole transaction.
@@ -296,12 +311,19 @@ mod tests {
     use infra_api::AttachmentId;
 
     use super::super::Catalog;
+    use super::super::db::Db;
+    use super::super::postgres::testing::Backend;
     use super::*;
 
     type Running = Pin<Box<dyn Future<Output = Result<()>>>>;
 
     fn id(text: &str) -> AttachmentId {
         AttachmentId::new(text).unwrap()
+    }
+
+    fn sqlite<'a>(tx: &Tx<'a>) -> &'a Connection {
+        let Db::Sqlite(connection) = tx.0 else { panic!("another database") };
+        connection
     }
 
     fn open(dir: &Path) -> Catalog {
@@ -342,8 +364,14 @@ mod tests {
 
     #[tokio::test]
     async fn waiting_transactions_share_a_commit_and_a_failed_one_is_rolled_back_alone() {
+        for backend in Backend::each() {
+            share(&backend).await;
+        }
+    }
+
+    async fn share(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
-        let catalog = open(dir.path());
+        let catalog = backend.open(dir.path()).unwrap();
         let (first, unblock, arrived) = blocked(&catalog, "first").await;
         arrived.recv().unwrap();
         let mut fine = begun(&catalog, "fine", |_| Ok(())).await;
@@ -384,7 +412,7 @@ mod tests {
         let unfit = begun(&catalog, "unfit", |tx| {
             let sql = "PRAGMA defer_foreign_keys = ON; INSERT INTO attachments VALUES \
                        ('a', 'no such volume', 'no such node', 0, 'single-node', 'attached', NULL, 'now', NULL)";
-            Ok(tx.0.execute_batch(sql)?)
+            Ok(sqlite(tx).execute_batch(sql)?)
         });
         let unfit = unfit.await;
         // It failed because of a change that was rolled back.
@@ -406,7 +434,7 @@ mod tests {
         arrived.recv().unwrap();
         let fine = begun(&catalog, "fine", |_| Ok(())).await;
         let broken = begun(&catalog, "broken", |tx| {
-            let (handle, (end, ended)) = (tx.0.get_interrupt_handle(), mpsc::channel::<()>());
+            let (handle, (end, ended)) = (sqlite(tx).get_interrupt_handle(), mpsc::channel::<()>());
             let again = move || {
                 while ended.recv_timeout(Duration::from_millis(1)) == Err(mpsc::RecvTimeoutError::Timeout) {
                     handle.interrupt();
@@ -415,7 +443,7 @@ mod tests {
             let thread = std::thread::spawn(again);
             let endless = "CREATE TABLE numbers (number INTEGER); INSERT INTO numbers WITH RECURSIVE n(i) AS \
                            (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n";
-            let result = tx.0.execute_batch(endless);
+            let result = sqlite(tx).execute_batch(endless);
             drop(end);
             thread.join().unwrap();
             Ok(result?)
@@ -437,20 +465,26 @@ mod tests {
         let start = std::time::Instant::now();
         let no_reader = || Err(CatalogError::Unusable("no reader".into()));
         let connection = Connection::open_in_memory().unwrap();
-        let failed = Threads::start(tempfile::tempfile().unwrap(), connection, no_reader);
+        let failed = Threads::start(tempfile::tempfile().unwrap(), writer(connection), no_reader);
         assert!(failed.is_err() && start.elapsed() < TIMEOUT);
     }
 
     #[tokio::test]
     async fn readers_cannot_write_and_unsynced_writes_are_visible() {
+        for backend in Backend::each() {
+            read_only(&backend).await;
+        }
+    }
+
+    async fn read_only(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
-        let catalog = open(dir.path());
+        let catalog = backend.open(dir.path()).unwrap();
         let write = |tx: &Tx<'_>| tx.end_attachment(&id("a"), 1);
         catalog.read::<_, CatalogError, _>(write).await.unwrap_err();
         assert!(!is_ended(&catalog, "a").await);
         catalog.run_unsynced::<_, CatalogError, _>(write).await.unwrap();
         assert!(is_ended(&catalog, "a").await);
         drop(catalog);
-        assert!(is_ended(&open(dir.path()), "a").await);
+        assert!(is_ended(&backend.open(dir.path()).unwrap(), "a").await);
     }
 }

@@ -13,6 +13,7 @@ use rusqlite::Connection;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::postgres::Target;
 use super::{Catalog, CatalogError, Result, Tx};
 
 /// File name of the catalog in the data directory.
@@ -123,9 +124,27 @@ pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
     if pools.is_empty() {
         return Ok(());
     }
+    Err(damaged(data_dir, format_args!("{why}, but these pools are registered: {}", names(&pools))))
+}
+
+/// Fails if pools are registered and their catalog would be created anew.
+pub(super) fn refuse_lost_database(data_dir: &Path, target: &Target) -> Result<()> {
+    let pools = read_registered(data_dir)?.pools;
+    if pools.is_empty() {
+        return Ok(());
+    }
+    Err(CatalogError::Damaged(format!(
+        "{target} has no catalog, but these pools are registered: {}; the server does not start, because it would report \
+         existing volumes as deleted. Restore the database from a backup; or rebuild the catalog from the pools in a new data \
+         directory with `storage-infra recover`, and bring it into the database with `storage-infra catalog import`",
+        names(&pools)
+    )))
+}
+
+fn names(pools: &[RegisteredPool]) -> String {
     let names: Vec<String> =
         pools.iter().map(|pool| format!("{} at {}", pool.name, pool.path.display())).collect();
-    Err(damaged(data_dir, format_args!("{why}, but these pools are registered: {}", names.join(", "))))
+    names.join(", ")
 }
 
 /// Fails if the file is not a catalog or fails SQLite's integrity checks. Runs before anything is written to it.

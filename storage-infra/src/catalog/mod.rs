@@ -1,4 +1,4 @@
-//! Catalog: the durable state of the server in SQLite. It holds pools, volumes, snapshots, nodes, attachments, and
+//! Catalog: the durable state of the server, in SQLite or PostgreSQL. It holds pools, volumes, snapshots, nodes, attachments, and
 //! intents (operations that were started and are not finished).
 //!
 //! SQLite runs in WAL mode with `synchronous=FULL`: a committed write survives a power failure, except for writes by
@@ -7,11 +7,13 @@
 mod attachments;
 pub mod backup;
 mod budgets;
+mod db;
 mod group_commit;
 pub mod integrity;
 mod moves;
 mod nodes;
 mod pools;
+pub mod postgres;
 mod records;
 mod revisions;
 mod schema;
@@ -36,7 +38,10 @@ pub use suspensions::{AllSuspensions, Suspended};
 pub use transfers::{AdoptionMethod, AdoptionRow, Hold, ImportRow, ReleaseRow};
 pub use volumes::{Origin, Reservation, VolumeRow};
 
+use crate::lease::{Lease, NotActive};
+use db::Db;
 use group_commit::Threads;
+use postgres::lead::Lead;
 
 /// Time to wait for another connection's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,6 +66,15 @@ pub enum CatalogError {
     /// A file beside the catalog cannot be written.
     #[error("{0}; free space on the filesystem of the data directory or remount it read-write, then retry")]
     Unwritable(String),
+    /// The database cannot be reached, or has ended the connection. Nothing was changed.
+    #[error("the catalog's database cannot be used now: {0}; retry")]
+    Unreachable(String),
+    /// Another server may be active.
+    #[error(transparent)]
+    NotActive(#[from] NotActive),
+    /// Any other error of PostgreSQL.
+    #[error("the catalog failed: {0}")]
+    Postgres(String),
     /// Any other SQLite error.
     #[error("the catalog failed: {0}")]
     Sqlite(rusqlite::Error),
@@ -79,6 +93,16 @@ impl From<rusqlite::Error> for CatalogError {
     }
 }
 
+impl From<db::Error> for CatalogError {
+    fn from(error: db::Error) -> Self {
+        match error {
+            db::Error::Sqlite(error) => error.into(),
+            db::Error::Postgres(error) => postgres::error(&error),
+            unfit => Self::Corrupt(unfit.to_string()),
+        }
+    }
+}
+
 /// Result of a catalog operation.
 pub type Result<T, E = CatalogError> = std::result::Result<T, E>;
 
@@ -90,6 +114,7 @@ struct Inner {
     data_dir: Arc<Path>,
     /// Revision at the time of opening.
     revision: u64,
+    lease: Lease,
     /// Held while the list of registered objects is written.
     registered_lock: Arc<tokio::sync::Mutex<()>>,
     // The threads hold the directory lock: two servers on one catalog would undo each other's work.
@@ -97,7 +122,13 @@ struct Inner {
 }
 
 /// A transaction. The methods for each table are in that table's module.
-pub struct Tx<'a>(&'a Connection);
+pub struct Tx<'a>(Db<'a>);
+
+impl<'a> Tx<'a> {
+    fn of(connection: &'a Connection) -> Self {
+        Self(Db::Sqlite(connection))
+    }
+}
 
 impl Catalog {
     /// Opens or creates the catalog in a data directory and locks the directory against other servers. Waits up to
@@ -117,22 +148,47 @@ impl Catalog {
         })?;
         schema::migrate(&mut connection)?;
         let tx = connection.transaction()?;
-        let known = integrity::read_all(&Tx(&tx)).map_err(|error| match error {
+        let known = integrity::read_all(&Tx::of(&tx)).map_err(|error| match error {
             CatalogError::Sqlite(_) | CatalogError::Corrupt(_) => {
                 integrity::damaged(data_dir, format_args!("is damaged: {error}"))
             }
             other => other,
         })?;
-        let revision = Tx(&tx).revision()?;
+        let revision = Tx::of(&tx).revision()?;
         drop(tx);
         integrity::write_registered(data_dir, &known)?;
-        let threads = Threads::start(lock, connection, || {
+        let threads = Threads::start(lock, group_commit::writer(connection), || {
             let connection = connect(&data_dir.join(integrity::CATALOG_FILE))?;
             connection.pragma_update(None, "query_only", true)?;
-            Ok(connection)
+            Ok(group_commit::reader(connection))
         })?;
-        let inner = Inner { data_dir: data_dir.into(), revision, registered_lock: Arc::default(), threads };
-        Ok(Self(Arc::new(inner)))
+        Ok(Self::of(data_dir, revision, Lease::unlimited(), threads))
+    }
+
+    fn of(data_dir: &Path, revision: u64, lease: Lease, threads: Threads) -> Self {
+        let inner =
+            Inner { data_dir: data_dir.into(), revision, lease, registered_lock: Arc::default(), threads };
+        Self(Arc::new(inner))
+    }
+
+    /// Opens or creates the catalog in the database that this server leads, and locks the data directory as [`Catalog::open`]
+    /// does.
+    pub fn open_led(data_dir: &Path, timeout: Duration, lead: &Arc<Lead>) -> Result<Self> {
+        let lock = lock(data_dir, timeout)?;
+        let (known, revision) = postgres::outside_the_runtime(|| postgres::prepare(data_dir, lead.target()))?;
+        integrity::write_registered(data_dir, &known)?;
+        let mut writer = postgres::commit::Writer::new(lead.clone());
+        let write = move |waiting, changes: &_| writer.commit_group(waiting, changes);
+        let threads = Threads::start(lock, Box::new(write), || {
+            let mut reader = postgres::commit::Reader::new(lead.target().clone());
+            Ok(Box::new(move |read| reader.run(read)))
+        })?;
+        Ok(Self::of(data_dir, revision, lead.lease().clone(), threads))
+    }
+
+    /// The lease under which this server may act on disks.
+    pub fn lease(&self) -> &Lease {
+        &self.0.lease
     }
 
     /// Creates a catalog at a path that must not exist, without locking the directory; not for serving. Returns the
@@ -142,8 +198,8 @@ impl Catalog {
         schema::migrate(&mut connection)?;
         let known = {
             let tx = connection.transaction()?;
-            fill(&Tx(&tx))?;
-            let known = integrity::read_all(&Tx(&tx))?;
+            fill(&Tx::of(&tx))?;
+            let known = integrity::read_all(&Tx::of(&tx))?;
             tx.commit()?;
             known
         };
@@ -204,8 +260,11 @@ impl Catalog {
     /// Checks that the catalog is writable by a real write that changes nothing.
     pub async fn probe(&self) -> Result<()> {
         self.run(|tx| {
-            let version: i64 = tx.0.query_row("PRAGMA user_version", [], |row| row.get(0))?;
-            tx.0.pragma_update(None, "user_version", version)?;
+            // With PostgreSQL, each transaction writes its number.
+            if let Db::Sqlite(connection) = tx.0 {
+                let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+                connection.pragma_update(None, "user_version", version)?;
+            }
             Ok(())
         })
         .await
@@ -284,6 +343,7 @@ mod tests {
     use infra_api::*;
     use uuid::Uuid;
 
+    use super::postgres::testing::Backend;
     use super::*;
 
     fn volume(id: &str) -> VolumeRow {
@@ -321,8 +381,8 @@ mod tests {
         }
     }
 
-    async fn catalog(dir: &Path, volume: &VolumeRow, nodes: &[Uuid]) -> Catalog {
-        let catalog = Catalog::open(dir, Duration::ZERO).unwrap();
+    async fn catalog(backend: &Backend, dir: &Path, volume: &VolumeRow, nodes: &[Uuid]) -> Catalog {
+        let catalog = backend.open(dir).unwrap();
         let (volume, nodes) = (volume.clone(), nodes.to_vec());
         catalog
             .run::<_, CatalogError, _>(move |tx| {
@@ -358,10 +418,16 @@ mod tests {
 
     #[tokio::test]
     async fn the_schema_rejects_a_second_writer() {
+        for backend in Backend::each() {
+            reject_second_writer(&backend).await;
+        }
+    }
+
+    async fn reject_second_writer(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let (a, b) = (Uuid::new_v4(), Uuid::new_v4());
-        let catalog = catalog(dir.path(), &v, &[a, b]).await;
+        let catalog = catalog(backend, dir.path(), &v, &[a, b]).await;
         let insert =
             |row: AttachmentRow| catalog.run::<_, CatalogError, _>(move |tx| tx.insert_attachment(&row));
         insert(attachment("one", &v, a, Access::SingleNode)).await.unwrap();
@@ -375,10 +441,16 @@ mod tests {
 
     #[tokio::test]
     async fn the_schema_allows_several_writers_only_on_shareable_volumes_and_no_readers_beside_them() {
+        for backend in Backend::each() {
+            allow_sharing(&backend).await;
+        }
+    }
+
+    async fn allow_sharing(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let mut v = volume("v");
         let (a, b, c) = (Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4());
-        let catalog = catalog(dir.path(), &v, &[a, b, c]).await;
+        let catalog = catalog(backend, dir.path(), &v, &[a, b, c]).await;
         let insert =
             |row: AttachmentRow| catalog.run::<_, CatalogError, _>(move |tx| tx.insert_attachment(&row));
         insert(attachment("one", &v, a, Access::MultiNode)).await.unwrap_err();
@@ -395,10 +467,16 @@ mod tests {
 
     #[tokio::test]
     async fn every_change_of_an_on_disk_record_increases_the_revision() {
+        for backend in Backend::each() {
+            raise_revision(&backend).await;
+        }
+    }
+
+    async fn raise_revision(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let node = Uuid::new_v4();
-        let catalog = catalog(dir.path(), &v, &[node]).await;
+        let catalog = catalog(backend, dir.path(), &v, &[node]).await;
         let revisions = async || {
             let id = v.id.clone();
             let read = move |tx: &Tx<'_>| Ok((tx.revision()?, tx.volume_revision(&id)?.unwrap()));
@@ -443,10 +521,16 @@ mod tests {
 
     #[tokio::test]
     async fn a_volume_row_is_removed_only_in_state_deleting_and_without_attachments() {
+        for backend in Backend::each() {
+            keep_volume(&backend).await;
+        }
+    }
+
+    async fn keep_volume(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let node = Uuid::new_v4();
-        let catalog = catalog(dir.path(), &v, &[node]).await;
+        let catalog = catalog(backend, dir.path(), &v, &[node]).await;
         let row = attachment("one", &v, node, Access::SingleNode);
         catalog.run::<_, CatalogError, _>(move |tx| tx.insert_attachment(&row)).await.unwrap();
         let remove = |id: VolumeId| catalog.run::<_, CatalogError, _>(move |tx| tx.delete_volume(&id));
@@ -464,9 +548,15 @@ mod tests {
 
     #[tokio::test]
     async fn a_failed_transaction_is_rolled_back_and_a_second_server_is_refused() {
+        for backend in Backend::each() {
+            roll_back(&backend).await;
+        }
+    }
+
+    async fn roll_back(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
-        let catalog = catalog(dir.path(), &v, &[]).await;
+        let catalog = catalog(backend, dir.path(), &v, &[]).await;
         let id = v.id.clone();
         catalog
             .run::<(), CatalogError, _>(move |tx| {
@@ -482,6 +572,6 @@ mod tests {
         let error = Catalog::open(dir.path(), Duration::ZERO).err().unwrap().to_string();
         assert!(error.contains("another server"), "{error}");
         drop(catalog);
-        Catalog::open(dir.path(), Duration::ZERO).unwrap();
+        backend.open(dir.path()).unwrap();
     }
 }

@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 
 use infra_api::{MovePhase, PoolName, VolumeId};
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_word, parse};
 
 pub(super) const MOVES: &str = "
@@ -80,7 +80,7 @@ pub struct MoveRow {
 
 const COLUMNS: &str = "volume, pool, phase, reserved, rate, cancelled, paused, message, started_at";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<MoveRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<MoveRow>> {
     let (volume, pool, phase): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (reserved, rate, cancelled) = (row.get(3)?, row.get(4)?, row.get(5)?);
     let (paused, message, started_at): (Option<String>, _, _) = (row.get(6)?, row.get(7)?, row.get(8)?);
@@ -153,7 +153,7 @@ impl Tx<'_> {
 
     /// Sets what a move waits for. False if that was known.
     pub fn set_move_message(&self, volume: &VolumeId, message: Option<&str>) -> Result<bool> {
-        let sql = "UPDATE moves SET message = ?2 WHERE volume = ?1 AND message IS NOT ?2";
+        let sql = "UPDATE moves SET message = ?2 WHERE volume = ?1 AND message IS DISTINCT FROM ?2";
         Ok(self.0.prepare_cached(sql)?.execute(params![volume.as_str(), message])? > 0)
     }
 
@@ -168,7 +168,7 @@ impl Tx<'_> {
     /// Requests the cancellation of a move. One that has switched is completed instead.
     pub fn cancel_move(&self, volume: &VolumeId) -> Result<()> {
         self.0
-            .prepare_cached("UPDATE moves SET cancelled = 1 WHERE volume = ?1 AND phase <> 'removing'")?
+            .prepare_cached("UPDATE moves SET cancelled = TRUE WHERE volume = ?1 AND phase <> 'removing'")?
             .execute([volume.as_str()])?;
         Ok(())
     }
@@ -196,7 +196,7 @@ impl Tx<'_> {
             .execute(params![row.volume.as_str(), row.pool.as_str()])?;
         self.0
             .prepare_cached(
-                "UPDATE moves SET pool = ?2, phase = 'removing', cancelled = 0, message = NULL WHERE volume = ?1",
+                "UPDATE moves SET pool = ?2, phase = 'removing', cancelled = FALSE, message = NULL WHERE volume = ?1",
             )?
             .execute(params![row.volume.as_str(), from.as_str()])?;
         Ok(())
@@ -225,7 +225,7 @@ impl Tx<'_> {
     pub fn moves_with(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
         self.0
             .prepare_cached("SELECT volume FROM moves WHERE pool = ?1 ORDER BY volume")?
-            .query_map([pool.as_str()], |row| row.get::<_, String>(0))?
+            .query_map([pool.as_str()], |row| row.get::<String>(0))?
             .map(|row| parse("moves.volume", &row?))
             .collect()
     }
@@ -234,7 +234,7 @@ impl Tx<'_> {
     pub fn ids_in_pool(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
         self.0
             .prepare_cached("SELECT id FROM volumes WHERE pool = ?1 ORDER BY id")?
-            .query_map([pool.as_str()], |row| row.get::<_, String>(0))?
+            .query_map([pool.as_str()], |row| row.get::<String>(0))?
             .map(|row| parse("volumes.id", &row?))
             .collect()
     }
@@ -242,68 +242,67 @@ impl Tx<'_> {
 
 #[cfg(test)]
 mod tests {
-    use rusqlite::Connection;
+    use super::super::postgres::testing::{Backend, Scratch};
 
-    use super::super::schema;
-
-    fn connection() -> Connection {
-        let mut connection = Connection::open_in_memory().unwrap();
-        schema::migrate(&mut connection).unwrap();
+    /// Runs a test on both databases, with a volume that is to be moved.
+    fn on_each(test: impl Fn(&Scratch<'_>) + Sync) {
         let rows = "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) VALUES
-                        ('p', 'p', 'file', '/p', '{}', 0, 1), ('q', 'q', 'file', '/q', '{}', 0, 1);
+                        ('p', 'p', 'file', '/p', '{}', FALSE, TRUE), ('q', 'q', 'file', '/q', '{}', FALSE, TRUE);
                     INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, record_due) VALUES
-                        ('v', 'p', 7, 'd', 'ready', '{}', 'now', 0);
+                        ('v', 'p', 7, 'd', 'ready', '{}', 'now', FALSE);
                     INSERT INTO nodes VALUES ('n', 'h', '{}');
                     INSERT INTO moves (volume, pool, phase, reserved, started_at) VALUES ('v', 'q', 'waiting', 7, 'now');";
-        connection.execute_batch(rows).unwrap();
-        connection
+        let filled = |catalog: &Scratch<'_>| {
+            catalog.run(rows);
+            test(catalog);
+        };
+        Backend::each().iter().for_each(|backend| backend.scratch(filled));
     }
 
-    fn set(connection: &Connection, phase: &str) {
-        connection.execute("UPDATE moves SET phase = ?1", [phase]).unwrap();
+    fn set(catalog: &Scratch<'_>, phase: &str) {
+        catalog.execute("UPDATE moves SET phase = ?1", [phase]).unwrap();
     }
 
     #[test]
     fn the_schema_rejects_attachments_while_the_file_is_copied_or_exchanged() {
-        let connection = connection();
-        let attach = || {
-            let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
-                       VALUES ('a', 'v', 'n', 0, 'single-node', 'attaching', 'now')";
-            connection.execute(sql, []).map_err(|error| error.to_string())
-        };
-        for phase in ["copying", "switching"] {
-            set(&connection, phase);
-            assert!(attach().unwrap_err().contains("is being moved"), "{phase}");
-        }
-        set(&connection, "mirroring");
-        assert_eq!(attach(), Ok(1));
+        on_each(|catalog| {
+            let attach = || {
+                let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
+                           VALUES ('a', 'v', 'n', FALSE, 'single-node', 'attaching', 'now')";
+                catalog.execute(sql, [])
+            };
+            for phase in ["copying", "switching"] {
+                set(catalog, phase);
+                assert!(attach().unwrap_err().contains("is being moved"), "{phase}");
+            }
+            set(catalog, "mirroring");
+            assert_eq!(attach(), Ok(1));
+        });
     }
 
     #[test]
     fn a_volume_changes_its_pool_only_by_its_move_and_its_record_is_due_then() {
-        let connection = connection();
-        let switch = |pool: &str| {
-            let sql = "UPDATE volumes SET pool = ?1 WHERE id = 'v'";
-            connection.execute(sql, [pool]).map_err(|error| error.to_string())
-        };
-        assert!(switch("q").unwrap_err().contains("not being moved"), "it is not copied yet");
-        set(&connection, "switching");
-        let revision = || connection.query_row("SELECT number FROM revision", [], |row| row.get::<_, i64>(0));
-        let before = revision().unwrap();
-        assert_eq!(switch("q"), Ok(1));
-        let sql = "SELECT record_due AND revision = ?1 FROM volumes";
-        let is_due: bool = connection.query_row(sql, [before + 1], |row| row.get(0)).unwrap();
-        assert!(is_due && revision().unwrap() == before + 1);
-        assert!(switch("p").unwrap_err().contains("not being moved"));
+        on_each(|catalog| {
+            let switch = |pool: &str| catalog.execute("UPDATE volumes SET pool = ?1 WHERE id = 'v'", [pool]);
+            assert!(switch("q").unwrap_err().contains("not being moved"), "it is not copied yet");
+            set(catalog, "switching");
+            let revision = || catalog.value::<i64>("SELECT number FROM revision", []);
+            let before = revision();
+            assert_eq!(switch("q"), Ok(1));
+            let is_due: bool =
+                catalog.value("SELECT record_due AND revision = ?1 FROM volumes", [before + 1]);
+            assert!(is_due && revision() == before + 1);
+            assert!(switch("p").unwrap_err().contains("not being moved"));
+        });
     }
 
     #[test]
     fn a_volume_that_is_being_moved_cannot_be_forgotten() {
-        let connection = connection();
-        connection.pragma_update(None, "foreign_keys", true).unwrap();
-        connection.execute("UPDATE volumes SET state = 'deleting'", []).unwrap();
-        connection.execute("DELETE FROM volumes", []).unwrap_err();
-        connection.execute("DELETE FROM moves", []).unwrap();
-        connection.execute("DELETE FROM volumes", []).unwrap();
+        on_each(|catalog| {
+            catalog.execute("UPDATE volumes SET state = 'deleting'", []).unwrap();
+            catalog.execute("DELETE FROM volumes", []).unwrap_err();
+            catalog.execute("DELETE FROM moves", []).unwrap();
+            catalog.execute("DELETE FROM volumes", []).unwrap();
+        });
     }
 }

@@ -1,9 +1,9 @@
 //! Table of nodes (VMs).
 
 use infra_api::NodeSpec;
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_json, parse, to_json};
 
 /// A node in the catalog.
@@ -15,7 +15,7 @@ pub struct NodeRow {
     pub spec: NodeSpec,
 }
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<NodeRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<NodeRow>> {
     let (uuid, spec): (String, String) = (row.get(0)?, row.get(1)?);
     Ok((|| Ok(NodeRow { uuid: parse("nodes.uuid", &uuid)?, spec: from_json("nodes.spec", &spec)? }))())
 }
@@ -50,7 +50,7 @@ impl Tx<'_> {
         // The on-disk records of attached volumes contain the node's spec.
         self.0
             .prepare_cached(
-                "UPDATE volumes SET record_due = 1 WHERE id IN (SELECT volume FROM attachments WHERE node = ?1)",
+                "UPDATE volumes SET record_due = TRUE WHERE id IN (SELECT volume FROM attachments WHERE node = ?1)",
             )?
             .execute([node.uuid.to_string()])?;
         Ok(())

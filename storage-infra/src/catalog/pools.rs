@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use infra_api::{PoolName, PoolSpec, Suspension};
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::volumes::OF_GROUP;
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 
@@ -43,7 +43,7 @@ const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_fu
 const POOLS: &str = "pools LEFT JOIN suspended_pools ON pool = name";
 const SUSPENSION: &str = "reason, since";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<PoolRow>> {
     let (name, uuid, engine): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
     let (cordoned, marked, on_full): (bool, bool, String) = (row.get(5)?, row.get(6)?, row.get(7)?);
@@ -118,7 +118,7 @@ impl Tx<'_> {
 
     /// Records that the marker file was written.
     pub fn set_pool_marked(&self, name: &PoolName) -> Result<()> {
-        self.0.prepare_cached("UPDATE pools SET marked = 1 WHERE name = ?1")?.execute([name.as_str()])?;
+        self.0.prepare_cached("UPDATE pools SET marked = TRUE WHERE name = ?1")?.execute([name.as_str()])?;
         Ok(())
     }
 
@@ -127,7 +127,7 @@ impl Tx<'_> {
     pub fn reserved(&self) -> Result<HashMap<PoolName, u64>> {
         self.0
             .prepare_cached("SELECT name, reserved FROM pools")?
-            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get(1)?)))?
+            .query_map([], |row| Ok((row.get::<String>(0)?, row.get(1)?)))?
             .map(|row| {
                 let (name, reserved) = row?;
                 Ok((parse("pools.name", &name)?, reserved))
@@ -140,9 +140,9 @@ impl Tx<'_> {
         self.0
             .prepare_cached(&format!(
                 "SELECT pool, count(*) FROM (SELECT pool FROM volumes WHERE {OF_GROUP} \
-                 UNION ALL SELECT pool FROM moves WHERE volume IN (SELECT id FROM volumes WHERE {OF_GROUP})) GROUP BY pool"
+                 UNION ALL SELECT pool FROM moves WHERE volume IN (SELECT id FROM volumes WHERE {OF_GROUP})) AS places GROUP BY pool"
             ))?
-            .query_map([group], |row| Ok((row.get::<_, String>(0)?, row.get(1)?)))?
+            .query_map([group], |row| Ok((row.get::<String>(0)?, row.get(1)?)))?
             .map(|row| {
                 let (name, count) = row?;
                 Ok((parse("volumes.pool", &name)?, count))
@@ -172,7 +172,7 @@ impl Tx<'_> {
             .0
             .prepare_cached(&format!("SELECT id FROM {table} WHERE pool = ?1 ORDER BY id LIMIT {NAMED}"))?
             .query_map([pool.as_str()], |row| row.get(0))?
-            .collect::<rusqlite::Result<_>>()?;
+            .collect::<db::Result<_>>()?;
         Ok(InPool { count, deleting, first })
     }
 

@@ -14,7 +14,7 @@ impl Tx<'_> {
     pub fn due_records(&self) -> Result<Vec<(Object, PoolName)>> {
         self.0
             .prepare_cached(&format!(
-                "SELECT 0, id, pool FROM volumes WHERE {DUE} UNION ALL SELECT 1, id, pool FROM snapshots WHERE {DUE}"
+                "SELECT FALSE, id, pool FROM volumes WHERE {DUE} UNION ALL SELECT TRUE, id, pool FROM snapshots WHERE {DUE}"
             ))?
             .query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
             .map(|row| {
@@ -37,13 +37,17 @@ impl Tx<'_> {
 
     /// Marks a volume's on-disk record as up to date. If this write is lost, the same record is written again.
     pub fn volume_record_is_current(&self, id: &VolumeId) -> Result<()> {
-        self.0.prepare_cached("UPDATE volumes SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
+        self.0
+            .prepare_cached("UPDATE volumes SET record_due = FALSE WHERE id = ?1")?
+            .execute([id.as_str()])?;
         Ok(())
     }
 
     /// Marks a snapshot's on-disk record as up to date. If this write is lost, the same record is written again.
     pub fn snapshot_record_is_current(&self, id: &SnapshotId) -> Result<()> {
-        self.0.prepare_cached("UPDATE snapshots SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
+        self.0
+            .prepare_cached("UPDATE snapshots SET record_due = FALSE WHERE id = ?1")?
+            .execute([id.as_str()])?;
         Ok(())
     }
 }

@@ -2,8 +2,8 @@
 //! records in the pools. A record is therefore newer than the catalog only if an old catalog was restored.
 
 use infra_api::{PoolName, VolumeId};
-use rusqlite::{OptionalExtension, params};
 
+use super::db::{OptionalExtension, params};
 use super::{Result, Tx};
 
 impl Tx<'_> {
@@ -14,7 +14,7 @@ impl Tx<'_> {
 
     /// Raises the catalog's revision to at least this value.
     pub fn raise_revision(&self, least: u64) -> Result<()> {
-        self.0.prepare_cached("UPDATE revision SET number = max(number, ?1)")?.execute([least])?;
+        self.0.prepare_cached("UPDATE revision SET number = ?1 WHERE number < ?1")?.execute([least])?;
         Ok(())
     }
 
@@ -39,9 +39,9 @@ impl Tx<'_> {
 
     /// Marks a pool and these of its volumes as having on-disk records newer than the catalog.
     pub fn mark_stale(&self, pool: &PoolName, volumes: &[VolumeId]) -> Result<()> {
-        self.0.prepare_cached("UPDATE pools SET behind = 1 WHERE name = ?1")?.execute([pool.as_str()])?;
+        self.0.prepare_cached("UPDATE pools SET behind = TRUE WHERE name = ?1")?.execute([pool.as_str()])?;
         let mut update =
-            self.0.prepare_cached("UPDATE volumes SET behind = 1 WHERE id = ?1 AND pool = ?2")?;
+            self.0.prepare_cached("UPDATE volumes SET behind = TRUE WHERE id = ?1 AND pool = ?2")?;
         for id in volumes {
             update.execute(params![id.as_str(), pool.as_str()])?;
         }

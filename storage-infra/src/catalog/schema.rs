@@ -316,6 +316,8 @@ pub(super) fn migrate_to(connection: &mut Connection, version: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
+    use super::super::postgres::testing::{self, Backend, Scratch};
+    use super::super::postgres::{self, import, outside_the_runtime};
     use super::super::{attachments, records, snapshots, volumes};
     use super::*;
 
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_computes_the_reserved_sums_and_triggers_maintain_them() {
+    fn a_migration_computes_the_reserved_sums() {
         let mut connection = Connection::open_in_memory().unwrap();
         for sql in &MIGRATIONS[..4] {
             connection.execute_batch(sql).unwrap();
@@ -380,7 +382,38 @@ mod tests {
             connection.query_row(sql, [pool], |row| row.get::<_, u64>(0)).unwrap()
         };
         assert_eq!((sum("p"), sum("q")), (127, 0));
+    }
+
+    #[test]
+    fn triggers_maintain_the_reserved_sums() {
+        Backend::each().iter().for_each(|backend| backend.scratch(maintain_sums));
+    }
+
+    fn maintain_sums(catalog: &Scratch<'_>) {
+        let pool = |name: &str| {
+            format!(
+                "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
+                 VALUES ('{name}', '{name}', 'file', '/{name}', '{{}}', FALSE, TRUE);"
+            )
+        };
+        let volume = |id: &str, pool: &str, bytes: u64, grow_to: &str| {
+            format!(
+                "INSERT INTO volumes (id, pool, capacity, grow_to, disk_uuid, state, spec, created_at) \
+                 VALUES ('{id}', '{pool}', {bytes}, {grow_to}, '{id}', 'deleting', '{{}}', 'now');"
+            )
+        };
+        let snapshot = |id: &str, bytes: u64| {
+            format!(
+                "INSERT INTO snapshots (id, volume, pool, capacity, reserved, family, copying, state, labels, created_at) \
+                 VALUES ('{id}', 'a', 'p', 900, {bytes}, 'f', FALSE, 'ready', '{{}}', 'now');"
+            )
+        };
+        let sum = |pool: &str| catalog.value::<u64>("SELECT reserved FROM pools WHERE name = ?1", [pool]);
+        catalog.run(&[pool("p"), pool("q")].concat());
         let steps = [
+            (volume("a", "p", 100, "NULL"), 100, 0),
+            (volume("b", "p", 10, "20"), 120, 0),
+            (snapshot("s", 7), 127, 0),
             (volume("c", "q", 5, "NULL"), 127, 5),
             (snapshot("t", 3), 130, 5),
             ("UPDATE volumes SET grow_to = 50 WHERE id = 'c'".to_owned(), 130, 50),
@@ -400,7 +433,7 @@ mod tests {
             ("DELETE FROM volumes".to_owned(), 0, 0),
         ];
         for (step, p, q) in steps {
-            connection.execute_batch(&step).unwrap();
+            catalog.run(&step);
             assert_eq!((sum("p"), sum("q")), (p, q), "{step}");
         }
     }
@@ -426,6 +459,53 @@ mod tests {
         connection.execute_batch(&rows.concat()).unwrap();
         let sql = format!("SELECT id FROM volumes WHERE {}", volumes::OF_GROUP);
         assert_eq!(connection.query_row(&sql, ["db"], |row| row.get::<_, String>(0)).unwrap(), "a");
+    }
+
+    #[test]
+    fn a_group_is_found_in_postgresql_and_a_spec_that_is_no_json_is_refused() {
+        Backend::each()[1].scratch(|catalog| {
+            catalog.run(
+                "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
+                 VALUES ('p', 'u', 'file', '/p', '{}', FALSE, TRUE)",
+            );
+            let insert = "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at) \
+                          VALUES (?1, 'p', 1, ?1, 'ready', ?2, 'now')";
+            catalog.execute(insert, ["a", r#"{"placement":{"antiAffinityId":"db"}}"#]).unwrap();
+            catalog.execute(insert, ["b", "{}"]).unwrap();
+            catalog.execute(insert, ["c", "{"]).unwrap_err();
+            let sql = format!("SELECT id FROM volumes WHERE {}", volumes::OF_GROUP);
+            assert_eq!(catalog.value::<String>(&sql, ["db"]), "a");
+            let group = infra_api::PoolName::new("p").unwrap();
+            assert_eq!(catalog.tx().count_by_pool("db").unwrap()[&group], 1);
+        });
+    }
+
+    #[test]
+    fn both_databases_have_the_same_tables_and_columns_at_the_same_version() {
+        assert_eq!(MIGRATIONS.len(), postgres::schema::FIRST_VERSION + postgres::schema::MIGRATIONS.len());
+        let mut connection = Connection::open_in_memory().unwrap();
+        migrate(&mut connection).unwrap();
+        let list = |sql: &str| -> Vec<String> {
+            let mut select = connection.prepare(sql).unwrap();
+            select.query_map([], |row| row.get(0)).unwrap().map(Result::unwrap).collect()
+        };
+        let mut tables = list("SELECT name FROM sqlite_schema WHERE type = 'table'");
+        let mut imported: Vec<&str> = import::tables().collect();
+        tables.sort();
+        imported.sort_unstable();
+        assert_eq!(tables, imported);
+        let columns =
+            |table: &str| list(&format!("SELECT name FROM pragma_table_info('{table}') ORDER BY name"));
+        let expected: Vec<Vec<String>> = tables.iter().map(String::as_str).map(columns).collect();
+        let found = outside_the_runtime(|| {
+            let session = testing::database().connect()?;
+            postgres::schema::migrate(&session)?;
+            let columns = |table: &String| import::columns(&session, table);
+            tables.iter().map(columns).collect::<super::super::Result<Vec<_>>>()
+        });
+        let mut found = found.unwrap();
+        found.iter_mut().for_each(|columns| columns.sort());
+        assert_eq!(found, expected);
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Table of snapshots.
 
 use infra_api::{Account, Labels, Owner, PoolName, SnapshotId, VolumeId, VolumeState};
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 
 /// A snapshot in the catalog.
@@ -39,7 +39,7 @@ const COLUMNS: &str = "id, volume, pool, capacity, reserved, family, copying, st
 /// Condition of snapshots with an unfinished operation.
 pub(super) const UNFINISHED: &str = "state <> 'ready'";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<SnapshotRow>> {
     let (id, volume, pool, capacity): (String, String, String, u64) =
         (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
     let (reserved, family, copying): (u64, String, bool) = (row.get(4)?, row.get(5)?, row.get(6)?);
@@ -81,8 +81,8 @@ impl Tx<'_> {
         after: &str,
         limit: usize,
     ) -> Result<Vec<SnapshotRow>> {
-        let of = if volume.is_some() { "volume = ?2" } else { "?2 IS NULL" };
-        let counts_for = if account.is_some() { "account = ?3" } else { "?3 IS NULL" };
+        let of = if volume.is_some() { "volume = ?2" } else { "CAST(?2 AS TEXT) IS NULL" };
+        let counts_for = if account.is_some() { "account = ?3" } else { "CAST(?3 AS TEXT) IS NULL" };
         let (account, volume) = (account.map(Account::as_str), volume.map(VolumeId::as_str));
         self.0
             .prepare_cached(&format!(
@@ -106,7 +106,7 @@ impl Tx<'_> {
     pub fn insert_snapshot(&self, row: &SnapshotRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO snapshots ({COLUMNS}, record_due) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, 0)"
+                "INSERT INTO snapshots ({COLUMNS}, record_due) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, FALSE)"
             ))?
             .execute(params![
                 row.id.as_str(),

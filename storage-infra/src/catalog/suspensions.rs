@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use infra_api::{PoolName, Suspension, VolumeId};
-use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::transfers::Hold;
 use super::volumes::VolumeRow;
 use super::{Result, Tx, parse};
@@ -54,7 +54,7 @@ impl Suspended {
     }
 }
 
-fn suspension(row: &Row<'_>) -> rusqlite::Result<Suspension> {
+fn suspension(row: &Row<'_>) -> db::Result<Suspension> {
     Ok(Suspension { reason: row.get(0)?, since: row.get(1)? })
 }
 
@@ -94,7 +94,7 @@ impl Tx<'_> {
 
     fn suspended(&self, sql: &str) -> Result<Vec<(String, Suspension)>> {
         let read = |row: &Row<'_>| Ok((row.get(0)?, Suspension { reason: row.get(1)?, since: row.get(2)? }));
-        Ok(self.0.prepare_cached(sql)?.query_map([], read)?.collect::<rusqlite::Result<_>>()?)
+        Ok(self.0.prepare_cached(sql)?.query_map([], read)?.collect::<db::Result<_>>()?)
     }
 
     /// Whether anything is suspended, or still paused because of that.
@@ -131,7 +131,7 @@ impl Tx<'_> {
         let (table, key, id) = what.table();
         let sql = format!(
             "INSERT INTO {table} ({key}, reason, since) VALUES (?1, ?2, ?3) \
-             ON CONFLICT DO UPDATE SET reason = excluded.reason"
+             ON CONFLICT ({key}) DO UPDATE SET reason = excluded.reason"
         );
         self.0.prepare_cached(&sql)?.execute(params![id, suspension.reason, suspension.since])?;
         Ok(())
@@ -153,7 +153,7 @@ impl Tx<'_> {
         let (_, _, id) = suspended.table();
         self.0
             .prepare_cached(sql)?
-            .query_map([id], |row| row.get::<_, String>(0))?
+            .query_map([id], |row| row.get::<String>(0))?
             .map(|id| parse("volumes.id", &id?))
             .collect()
     }
@@ -166,7 +166,7 @@ impl Tx<'_> {
         );
         self.0
             .prepare_cached(&sql)?
-            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?)))?
+            .query_map([], |row| Ok((row.get::<String>(0)?, row.get::<String>(1)?)))?
             .map(|row| {
                 let (node, disk) = row?;
                 Ok((parse("attachments.node", &node)?, parse("volumes.disk_uuid", &disk)?))
@@ -178,7 +178,7 @@ impl Tx<'_> {
     pub fn paused_nodes(&self) -> Result<Vec<Uuid>> {
         self.0
             .prepare_cached("SELECT node FROM paused_nodes ORDER BY node")?
-            .query_map([], |row| row.get::<_, String>(0))?
+            .query_map([], |row| row.get::<String>(0))?
             .map(|uuid| parse("paused_nodes.node", &uuid?))
             .collect()
     }
@@ -196,18 +196,18 @@ impl Tx<'_> {
 
 #[cfg(test)]
 mod tests {
-    use rusqlite::Connection;
-
-    use super::super::schema;
+    use super::super::postgres::testing::{Backend, Scratch};
 
     #[test]
     fn the_schema_rejects_attachments_of_suspended_volumes_and_pools() {
-        let mut connection = Connection::open_in_memory().unwrap();
-        schema::migrate(&mut connection).unwrap();
+        Backend::each().iter().for_each(|backend| backend.scratch(rejects));
+    }
+
+    fn rejects(catalog: &Scratch<'_>) {
         let pool = |name: &str| {
             format!(
                 "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
-                 VALUES ('{name}', '{name}', 'file', '/{name}', '{{}}', 0, 1);"
+                 VALUES ('{name}', '{name}', 'file', '/{name}', '{{}}', FALSE, TRUE);"
             )
         };
         let volume = |id: &str, pool: &str| {
@@ -226,11 +226,11 @@ mod tests {
             "INSERT INTO suspended_volumes VALUES ('itself', 'r', 'now');".to_owned(),
             "INSERT INTO suspended_pools VALUES ('q', 'r', 'now');".to_owned(),
         ];
-        connection.execute_batch(&rows.concat()).unwrap();
+        catalog.run(&rows.concat());
         let attach = |volume: &str| {
             let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
-                       VALUES (?1, ?1, 'n', 1, 'multi-node-read-only', 'attaching', 'now')";
-            connection.execute(sql, [volume]).map_err(|error| error.to_string())
+                       VALUES (?1, ?1, 'n', TRUE, 'multi-node-read-only', 'attaching', 'now')";
+            catalog.execute(sql, [volume])
         };
         for volume in ["itself", "with-pool"] {
             assert!(attach(volume).unwrap_err().contains("suspended"), "{volume}");

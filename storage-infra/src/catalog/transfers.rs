@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use infra_api::stream::{Checksum, Position};
 use infra_api::{MovePhase, PoolName, ProblemCode, Suspension, VolumeId};
-use rusqlite::{OptionalExtension, Row, params};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::suspensions::Suspended;
 use super::{CatalogError, Result, Tx, from_word, parse};
 
@@ -176,7 +176,7 @@ pub struct ReleaseRow {
     pub inode: u64,
 }
 
-fn release(row: &Row<'_>) -> rusqlite::Result<Result<ReleaseRow>> {
+fn release(row: &Row<'_>) -> db::Result<Result<ReleaseRow>> {
     let (volume, path, inode): (String, String, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
     Ok(parse("releases.volume", &volume).map(|volume| ReleaseRow {
         volume,
@@ -190,7 +190,7 @@ fn path_text(path: &Path) -> Result<&str> {
     path.to_str().ok_or_else(|| CatalogError::Corrupt(format!("the path {} is not UTF-8", path.display())))
 }
 
-fn import(row: &Row<'_>) -> rusqlite::Result<Result<ImportRow>> {
+fn import(row: &Row<'_>) -> db::Result<Result<ImportRow>> {
     let (header, offset, checksum): (Option<Vec<u8>>, u64, Option<Vec<u8>>) =
         (row.get(0)?, row.get(1)?, row.get(2)?);
     let verified = row.get(3)?;
@@ -348,14 +348,15 @@ impl Tx<'_> {
 
 #[cfg(test)]
 mod tests {
-    use rusqlite::Connection;
-
-    use super::super::schema;
+    use super::super::db::params;
+    use super::super::postgres::testing::{Backend, Scratch};
 
     #[test]
     fn the_schema_rejects_writers_of_an_exported_volume_and_all_attachments_of_a_released_one() {
-        let mut connection = Connection::open_in_memory().unwrap();
-        schema::migrate(&mut connection).unwrap();
+        Backend::each().iter().for_each(|backend| backend.scratch(rejects));
+    }
+
+    fn rejects(catalog: &Scratch<'_>) {
         let volume = |id: &str| {
             format!(
                 "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at) \
@@ -364,7 +365,7 @@ mod tests {
         };
         let rows = [
             "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
-             VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);"
+             VALUES ('p', 'u', 'file', '/p', '{}', FALSE, TRUE);"
                 .to_owned(),
             volume("exported"),
             volume("released"),
@@ -373,14 +374,12 @@ mod tests {
             "INSERT INTO exports VALUES ('e', 'exported');".to_owned(),
             "INSERT INTO releases VALUES ('released', '/x', 1);".to_owned(),
         ];
-        connection.execute_batch(&rows.concat()).unwrap();
+        catalog.run(&rows.concat());
         let attach = |volume: &str, read_only: bool| {
             let access = if read_only { "multi-node-read-only" } else { "single-node" };
             let sql = "INSERT INTO attachments (id, volume, node, read_only, access, state, created_at) \
                        VALUES (?1, ?1, 'n', ?2, ?3, 'attaching', 'now')";
-            connection
-                .execute(sql, rusqlite::params![volume, read_only, access])
-                .map_err(|error| error.to_string())
+            catalog.execute(sql, params![volume, read_only, access])
         };
         for (volume, read_only) in [("exported", false), ("released", false), ("released", true)] {
             assert!(attach(volume, read_only).unwrap_err().contains("exported or released"), "{volume}");

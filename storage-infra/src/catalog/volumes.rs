@@ -3,10 +3,10 @@
 use std::fmt;
 
 use infra_api::{Account, FormatToken, Owner, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
-use rusqlite::{OptionalExtension, Row, params};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 use crate::engine::Object;
 
@@ -102,7 +102,7 @@ pub(super) const COPIED: &str = "copying AND state = 'creating'";
 pub(super) const OF_GROUP: &str =
     "CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END = ?1";
 
-fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
+fn read(row: &Row<'_>) -> db::Result<Result<VolumeRow>> {
     let (id, pool, capacity, grow_to): (String, String, u64, Option<u64>) =
         (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
     let (disk_uuid, state, spec, created_at): (String, String, String, String) =
@@ -145,7 +145,7 @@ impl Tx<'_> {
 
     /// Reads at most `limit` volumes of one account or of all, with IDs after `after`, ordered by ID.
     pub fn volumes(&self, account: Option<&Account>, after: &str, limit: usize) -> Result<Vec<VolumeRow>> {
-        let of = if account.is_some() { "account = ?2" } else { "?2 IS NULL" };
+        let of = if account.is_some() { "account = ?2" } else { "CAST(?2 AS TEXT) IS NULL" };
         self.0
             .prepare_cached(&format!(
                 "SELECT {COLUMNS} FROM volumes WHERE id > ?1 AND {of} ORDER BY id LIMIT ?3"
@@ -168,9 +168,9 @@ impl Tx<'_> {
     pub fn reservations(&self) -> Result<Vec<Reservation>> {
         self.0
             .prepare_cached(
-                "SELECT 0, id, pool, max(capacity, coalesce(grow_to, 0)), family FROM volumes \
-                 UNION ALL SELECT 1, id, pool, reserved, family FROM snapshots \
-                 UNION ALL SELECT 0, m.volume, m.pool, m.reserved, v.family FROM moves m JOIN volumes v ON v.id = m.volume",
+                "SELECT FALSE, id, pool, CASE WHEN grow_to > capacity THEN grow_to ELSE capacity END, family FROM volumes \
+                 UNION ALL SELECT TRUE, id, pool, reserved, family FROM snapshots \
+                 UNION ALL SELECT FALSE, m.volume, m.pool, m.reserved, v.family FROM moves m JOIN volumes v ON v.id = m.volume",
             )?
             .query_map([], |row| {
                 let (is_snapshot, id, pool): (bool, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
@@ -193,7 +193,7 @@ impl Tx<'_> {
     pub fn ready_volumes(&self, pool: &PoolName) -> Result<Vec<VolumeId>> {
         self.0
             .prepare_cached("SELECT id FROM volumes WHERE pool = ?1 AND state = 'ready'")?
-            .query_map([pool.as_str()], |row| row.get::<_, String>(0))?
+            .query_map([pool.as_str()], |row| row.get::<String>(0))?
             .map(|row| parse("volumes.id", &row?))
             .collect()
     }
@@ -215,7 +215,7 @@ impl Tx<'_> {
         self.0
             .prepare_cached(&format!(
                 "INSERT INTO volumes ({COLUMNS}, record_due) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, 0)"
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, FALSE)"
             ))?
             .execute(params![
                 volume.id.as_str(),
@@ -284,21 +284,21 @@ impl Tx<'_> {
 
     /// Records that a volume contains or contained data.
     pub fn set_volume_has_data(&self, id: &VolumeId) -> Result<()> {
-        self.0.prepare_cached("UPDATE volumes SET written = 1 WHERE id = ?1")?.execute([id.as_str()])?;
+        self.0.prepare_cached("UPDATE volumes SET written = TRUE WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 
     /// Sets I/O limits that are still to be applied in VMs.
     pub fn begin_qos(&self, id: &VolumeId, qos: &Qos) -> Result<()> {
         self.0
-            .prepare_cached("UPDATE volumes SET qos = ?2, qos_due = 1 WHERE id = ?1")?
+            .prepare_cached("UPDATE volumes SET qos = ?2, qos_due = TRUE WHERE id = ?1")?
             .execute(params![id.as_str(), to_json(qos)?])?;
         Ok(())
     }
 
     /// Records that the limits are applied in every VM that has the volume.
     pub fn finish_qos(&self, id: &VolumeId) -> Result<()> {
-        self.0.prepare_cached("UPDATE volumes SET qos_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
+        self.0.prepare_cached("UPDATE volumes SET qos_due = FALSE WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Command line: the server, `backup`, `restore`, `recover`, `pki` and the client commands.
 
 mod backup;
+mod catalog;
 mod client;
 mod output;
 mod pki;
@@ -19,7 +20,7 @@ use process_kit::telemetry::{self, LogArgs, SpanExport};
 use trace_export::TraceArgs;
 
 use crate::api::{MetricsAuth, WithoutRole};
-use crate::app::{self, HypervisorFlag, HypervisorTarget};
+use crate::app::{self, CatalogPlace, HypervisorFlag, HypervisorTarget};
 use crate::backup::Schedule;
 
 pub use client::ClientArgs;
@@ -58,6 +59,11 @@ enum Command {
     Restore(backup::RestoreArgs),
     /// Rebuild a lost or damaged catalog from the contents of the pools. By default only prints what it would do.
     Recover(recover::RecoverArgs),
+    /// Bring a catalog from SQLite into PostgreSQL.
+    Catalog {
+        #[command(subcommand)]
+        command: catalog::CatalogCommand,
+    },
     /// Create and renew certificates of the server and its clients.
     Pki {
         #[command(subcommand)]
@@ -99,6 +105,8 @@ struct ServeArgs {
     /// pools. Repeatable.
     #[arg(long = "file-dir", value_name = "DIR")]
     file_dirs: Vec<PathBuf>,
+    #[command(flatten)]
+    database: catalog::DatabaseFlags,
     #[command(flatten)]
     backups: BackupFlags,
     #[command(flatten)]
@@ -181,8 +189,15 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
     telemetry::init(&cli.logs, layer).map_err(anyhow::Error::msg)?;
     match cli.command {
         Command::Serve(args) => {
+            let catalog = args.database.place()?;
+            anyhow::ensure!(
+                matches!(catalog, CatalogPlace::DataDir) || args.backups.backup_dir.is_none(),
+                "--backup-dir: a catalog in PostgreSQL is backed up with pg_dump or by the database's own backups, not by the \
+                 server"
+            );
             let served = app::serve(app::Options {
                 data_dir: args.data_dir,
+                catalog,
                 listen: args.listen,
                 tls_cert: args.tls_cert,
                 tls_key: args.tls_key,
@@ -204,6 +219,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Backup(args) => backup::back_up(&args),
         Command::Restore(args) => backup::restore(&args),
         Command::Recover(args) => recover::run(args).await,
+        Command::Catalog { command } => catalog::run(command).await,
         Command::Pki { command } => pki::run(&command),
         Command::Client(command) => client::run(command).await,
     }

@@ -24,6 +24,7 @@ use infra_api::{CephPool, SnapshotId, VolumeId};
 use uuid::Uuid;
 
 use crate::hypervisor::DiskSource;
+use crate::lease::NotActive;
 
 pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
@@ -106,6 +107,9 @@ pub enum EngineError {
     /// The pool is missing or not the one that was registered. Nothing was changed.
     #[error("{0}")]
     Unhealthy(String),
+    /// Another server may be active. Nothing was changed.
+    #[error(transparent)]
+    NotActive(#[from] NotActive),
     /// Another server has locked the pool. Nothing was changed.
     #[error("{0}")]
     LockedElsewhere(String),

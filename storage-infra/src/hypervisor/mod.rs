@@ -12,6 +12,8 @@ use async_trait::async_trait;
 use infra_api::{NodeState, OnFull, Qos};
 use uuid::Uuid;
 
+use crate::lease::NotActive;
+
 pub use source::{CephClient, DiskLocation, DiskSource, RbdImage, RbdSource};
 
 /// Why a hypervisor call failed, classified by what is known about the disk afterwards.
@@ -23,6 +25,9 @@ pub enum HypervisorError {
     /// The virtual machine has no free slot for another disk. The disk is not attached.
     #[error("{0}")]
     Full(String),
+    /// Another server may be active. Nothing was changed.
+    #[error(transparent)]
+    NotActive(#[from] NotActive),
     /// The hypervisor refused, and its live state confirms that the disk is not attached.
     #[error("{0}")]
     Refused(String),

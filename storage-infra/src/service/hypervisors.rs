@@ -13,6 +13,7 @@ use super::problems::Result;
 use super::ticker::Ticker;
 use crate::fail_points;
 use crate::hypervisor::{AttachedDisk, Hypervisor};
+use crate::lease::Lease;
 
 /// Last list of attached disks, with the time at which the query started.
 type DiskListing = Mutex<Option<(Instant, Arc<Vec<AttachedDisk>>)>>;
@@ -33,9 +34,10 @@ impl Hypervisors {
     pub(super) fn new(
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         mut zones: BTreeMap<String, String>,
+        lease: &Lease,
     ) -> Self {
         let configured = |(name, one)| {
-            let (hypervisor, zone) = (fail_points::hypervisor(one), zones.remove(&name));
+            let (hypervisor, zone) = (fail_points::hypervisor(one, lease.clone()), zones.remove(&name));
             let (listing, search) = (DiskListing::default(), Notify::default());
             (name, Configured { hypervisor, zone, listing, search })
         };

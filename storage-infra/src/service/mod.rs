@@ -121,8 +121,8 @@ impl Service {
         metrics: Metrics,
         file_dirs: Vec<PathBuf>,
     ) -> Self {
-        let hypervisors = Arc::new(Hypervisors::new(hypervisors, zones));
-        let engines = Arc::new(Engines::new(catalog.data_dir()));
+        let hypervisors = Arc::new(Hypervisors::new(hypervisors, zones, catalog.lease()));
+        let engines = Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()));
         let core = Arc::new(Core::new(catalog, metrics));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

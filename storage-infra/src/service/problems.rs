@@ -69,7 +69,10 @@ impl From<CatalogError> for Failure {
     fn from(error: CatalogError) -> Self {
         let code = match &error {
             CatalogError::ReadOnly(_) | CatalogError::Unwritable(_) => ProblemCode::ReadOnly,
+            // Not the code of a server that did nothing: the operation may have had effects before.
+            CatalogError::Unreachable(_) | CatalogError::NotActive(_) => ProblemCode::Unavailable,
             CatalogError::Sqlite(_)
+            | CatalogError::Postgres(_)
             | CatalogError::Corrupt(_)
             | CatalogError::Damaged(_)
             | CatalogError::Unusable(_) => ProblemCode::Internal,
@@ -84,6 +87,7 @@ impl From<EngineError> for Failure {
         let code = match &error {
             // The pool may become available again, and the intent is in the catalog.
             EngineError::Unhealthy(_)
+            | EngineError::NotActive(_)
             | EngineError::LockedElsewhere(_)
             | EngineError::Missing(_)
             | EngineError::SourceExpanded(_)
@@ -108,9 +112,10 @@ impl From<HypervisorError> for Failure {
         let code = match &error {
             HypervisorError::NotRunning(_) => ProblemCode::NodeNotRunning,
             HypervisorError::Full(_) => ProblemCode::TooManyDisks,
-            HypervisorError::Refused(_) | HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => {
-                ProblemCode::Unavailable
-            }
+            HypervisorError::NotActive(_)
+            | HypervisorError::Refused(_)
+            | HypervisorError::Unreachable(_)
+            | HypervisorError::Uncertain(_) => ProblemCode::Unavailable,
         };
         Self::new(code, error.to_string())
     }

@@ -7,7 +7,8 @@ use super::{Client, ClientError, ClientOptions};
 /// Flags for the connection to the storage infra.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InfraArgs {
-    /// URL of the storage infra API, for instance `https://infra.example:8443`.
+    /// URL of the storage infra API, for instance `https://infra.example:8443`; those of several servers, of which one is active,
+    /// with commas between them.
     #[arg(long, env = "NESTOR_INFRA_URL", hide_env_values = true, value_name = "URL")]
     infra_url: String,
     /// CA certificate of the storage infra, PEM.

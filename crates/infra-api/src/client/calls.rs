@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use tracing::{Instrument, Span};
 
 use super::Client;
+use super::endpoints::{PAUSE, SEARCH};
 use super::error::{ClientError, Result};
 use crate::REQUEST_ID_HEADER;
 use crate::problem::{ObjectKind, Problem, ProblemCode};
@@ -35,7 +36,7 @@ pub(super) struct Response {
 impl Client {
     pub(super) fn call(&self, method: Method, path: &str) -> Call {
         let (name, id) = (format!("{method} {path}"), OperationId::current());
-        let request = self.connection.http().request(method, format!("{}{path}", self.base));
+        let request = self.connection.http().request(method, format!("{}{path}", self.endpoints.current().1));
         let request = request.header(REQUEST_ID_HEADER, id.as_str());
         Call { request, name, id, timeout: self.timeout }
     }
@@ -95,15 +96,58 @@ impl Client {
     async fn send_in_span(&self, call: Call) -> Result<Response> {
         let Call { request, name, timeout, .. } = call;
         let started = Instant::now();
-        let failed = |error: reqwest::Error| self.transport_error(&name, timeout, error);
-        let send = request.timeout(timeout).send();
-        let response = fail_point::around_async(|| fail_point_of(&name), send).await.map_err(failed)?;
+        let response = self.answer(&name, request.timeout(timeout), timeout).await?;
         let status = response.status();
-        let body = response.bytes().await.map_err(failed)?.to_vec();
+        let body = response.bytes().await.map_err(|error| self.transport_error(&name, timeout, error))?;
         let duration_seconds = started.elapsed().as_secs_f64();
         tracing::debug!(status = status.as_u16(), duration_seconds, "the storage infra responded");
-        let response = Response { call: name.clone(), status, body };
-        if status.is_success() { Ok(response) } else { Err(response.into_problem()) }
+        Ok(Response { call: name, status, body: body.to_vec() })
+    }
+
+    /// Sends the request to the active server. Fails with every status other than 2xx.
+    pub(super) async fn answer(
+        &self,
+        call: &str,
+        request: RequestBuilder,
+        timeout: Duration,
+    ) -> Result<reqwest::Response> {
+        let started = Instant::now();
+        let (client, request) = request.build_split();
+        let mut request = request.map_err(|error| self.transport_error(call, timeout, error))?;
+        loop {
+            let (number, base) = self.endpoints.current();
+            let again = if self.endpoints.are_several() { request.try_clone() } else { None };
+            if again.is_some() {
+                retarget(&mut request, base)?;
+            }
+            let error = match self.answer_of_one(call, client.execute(request), timeout).await {
+                Ok(response) => return Ok(response),
+                Err(error) => error,
+            };
+            let may_search = self.endpoints.may_be_another(&error) && started.elapsed() < timeout.min(SEARCH);
+            let Some(next) = again.filter(|_| may_search) else { return Err(error) };
+            tracing::info!(%error, "another server of the storage infra may be active");
+            if self.endpoints.leave(number) {
+                tokio::time::sleep(PAUSE).await;
+            }
+            request = next;
+        }
+    }
+
+    async fn answer_of_one(
+        &self,
+        call: &str,
+        send: impl Future<Output = reqwest::Result<reqwest::Response>>,
+        timeout: Duration,
+    ) -> Result<reqwest::Response> {
+        let failed = |error: reqwest::Error| self.transport_error(call, timeout, error);
+        let response = fail_point::around_async(|| fail_point_of(call), send).await.map_err(failed)?;
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response);
+        }
+        let body = response.bytes().await.map_err(failed)?.to_vec();
+        Err(Response { call: call.to_owned(), status, body }.into_problem())
     }
 
     pub(super) fn transport_error(
@@ -112,7 +156,7 @@ impl Client {
         timeout: Duration,
         source: reqwest::Error,
     ) -> ClientError {
-        let (call, server) = (call.to_owned(), self.base.clone());
+        let (call, server) = (call.to_owned(), self.url().to_owned());
         if source.is_connect() || source.is_builder() {
             ClientError::Connect { call, server, source: source.without_url() }
         } else if source.is_timeout() {
@@ -151,6 +195,17 @@ impl Response {
             excerpt: String::from_utf8_lossy(&self.body[..self.body.len().min(EXCERPT)]).into_owned(),
         }
     }
+}
+
+/// Sends a request to another server.
+fn retarget(request: &mut reqwest::Request, base: &str) -> Result<()> {
+    let (path, query) = (request.url().path().to_owned(), request.url().query().map(str::to_owned));
+    let mut url: reqwest::Url =
+        base.parse().map_err(|error| ClientError::Config(format!("the URL {base:?}: {error}")))?;
+    url.set_path(&path);
+    url.set_query(query.as_deref());
+    *request.url_mut() = url;
+    Ok(())
 }
 
 /// Fail point name of a call: `infra.put.volumes.size` for `PUT /v1/volumes/a/size`. `None` for read-only calls.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::endpoints::Endpoints;
 use super::error::{ClientError, Result};
 use super::tls::{ClientOptions, Pem};
 use crate::certificates::Expiry;
@@ -12,6 +13,8 @@ use crate::certificates::Expiry;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// Time without a reply to such a ping after which the client drops the connection.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same if another server may be active instead.
+const KEEP_ALIVE_OF_SEVERAL: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(2));
 /// Minimum interval between two checks of the certificate files.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -81,6 +84,10 @@ impl Connection {
 }
 
 fn http(options: &ClientOptions, pem: &Pem) -> Result<reqwest::Client> {
+    let (interval, timeout) = match Endpoints::new(&options.url)?.are_several() {
+        true => KEEP_ALIVE_OF_SEVERAL,
+        false => (KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT),
+    };
     reqwest::Client::builder()
         .tls_backend_preconfigured(pem.tls()?)
         .https_only(true)
@@ -91,13 +98,13 @@ fn http(options: &ClientOptions, pem: &Pem) -> Result<reqwest::Client> {
         .http2_prior_knowledge()
         // Detects a server that disappeared without closing the connection, so that neither this call nor the next one
         // hangs.
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .http2_keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .http2_keep_alive_interval(interval)
+        .http2_keep_alive_timeout(timeout)
         .http2_keep_alive_while_idle(true)
-        .tcp_keepalive(KEEP_ALIVE_INTERVAL)
-        .tcp_keepalive_interval(KEEP_ALIVE_TIMEOUT / 2)
+        .tcp_keepalive(interval)
+        .tcp_keepalive_interval(timeout / 2)
         .tcp_keepalive_retries(2)
-        .tcp_user_timeout(KEEP_ALIVE_INTERVAL + KEEP_ALIVE_TIMEOUT)
+        .tcp_user_timeout(interval + timeout)
         .pool_idle_timeout(Duration::from_secs(60))
         .user_agent(concat!("nestor/", env!("CARGO_PKG_VERSION")))
         .build()

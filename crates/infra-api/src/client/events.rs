@@ -7,7 +7,7 @@ use futures::stream::{self, BoxStream, StreamExt};
 use http::Method;
 
 use super::Client;
-use super::calls::{EXCERPT, Response};
+use super::calls::EXCERPT;
 use super::error::{ClientError, Result};
 use crate::model::Event;
 
@@ -28,16 +28,13 @@ impl Client {
     /// connection or after the first transport error; the caller then lists all objects and subscribes again.
     pub async fn events(&self) -> Result<BoxStream<'static, Result<Event>>> {
         let call = self.call(Method::GET, "/v1/events");
-        let sent = tokio::time::timeout(self.timeout, call.request.send()).await.map_err(|_| {
-            ClientError::Timeout { call: call.name.clone(), server: self.base.clone(), after: self.timeout }
-        })?;
-        let response = sent.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
-        let status = response.status();
-        if !status.is_success() {
-            let body =
-                response.bytes().await.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
-            return Err(Response { call: call.name, status, body: body.to_vec() }.into_problem());
-        }
+        let answer = self.answer(&call.name, call.request, self.timeout);
+        let response =
+            tokio::time::timeout(self.timeout, answer).await.map_err(|_| ClientError::Timeout {
+                call: call.name.clone(),
+                server: self.url().to_owned(),
+                after: self.timeout,
+            })??;
         let body = response.bytes_stream().map(|chunk| chunk.map(|bytes| bytes.to_vec())).boxed();
         let reader = Reader { body, buffer: Vec::new(), ready: VecDeque::new(), client: self.clone() };
         Ok(stream::unfold(Some(reader), |reader| async move { next(reader?).await }).boxed())
@@ -65,7 +62,7 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
             }
             Ok(None) => return None,
             Err(_) => {
-                let server = reader.client.base.clone();
+                let server = reader.client.url().to_owned();
                 return Some((
                     Err(ClientError::Timeout { call: "GET /v1/events".into(), server, after: IDLE_TIMEOUT }),
                     None,

@@ -3,6 +3,7 @@
 mod args;
 mod calls;
 mod connection;
+mod endpoints;
 mod error;
 pub(crate) mod events;
 mod long_running;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use connection::Connection;
+use endpoints::Endpoints;
 use error::Result;
 
 use crate::certificates::Expiry;
@@ -25,22 +27,24 @@ pub use tls::ClientOptions;
 /// Client of the storage infra. Cheap to clone. All clones multiplex their calls over one HTTP/2 connection: the server
 /// accepts thousands of concurrent streams, and a call that waits long does not block the others. Changed certificate files
 /// are loaded for the next calls.
+///
+/// With several servers, calls go to the active one. Each call is idempotent: if that server goes or is no longer active, the
+/// call is sent to the next one.
 #[derive(Debug, Clone)]
 pub struct Client {
     connection: Arc<Connection>,
-    base: String,
+    endpoints: Endpoints,
+    /// All servers, for messages.
+    url: Arc<str>,
     timeout: Duration,
 }
 
 impl Client {
     /// Creates a client. It connects on the first call.
     pub fn new(options: &ClientOptions) -> Result<Self> {
-        let base = options.url.trim_end_matches('/').to_owned();
-        if !base.starts_with("https://") {
-            return Err(ClientError::Config(format!("the URL {base:?} must start with https://")));
-        }
-        let timeout = options.timeout;
-        Ok(Self { connection: Arc::new(Connection::new(options.clone())?), base, timeout })
+        let endpoints = Endpoints::new(&options.url)?;
+        let (timeout, url) = (options.timeout, endpoints.joined().into());
+        Ok(Self { connection: Arc::new(Connection::new(options.clone())?), endpoints, url, timeout })
     }
 
     /// Expiry of the certificates in use. Loads changed files.
@@ -48,9 +52,9 @@ impl Client {
         self.connection.expiry()
     }
 
-    /// The server's base URL.
+    /// The server's base URL; several with commas between them.
     pub fn url(&self) -> &str {
-        &self.base
+        &self.url
     }
 }
 

@@ -15,7 +15,7 @@ use crate::role::Role;
 /// Server address and client credentials.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// `https://host:port`, without a path.
+    /// `https://host:port`, without a path; those of several servers with commas between them.
     pub url: String,
     /// PEM certificates of the CAs that sign the server's certificate.
     pub ca: PathBuf,

@@ -28,6 +28,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::Suspended
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -49,6 +50,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -69,6 +71,7 @@ impl From<ClientError> for SnapshotError {
             ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -90,6 +93,7 @@ impl From<ClientError> for ExpandError {
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -112,6 +116,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::Suspended
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -133,6 +138,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::Suspended
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -164,6 +170,7 @@ impl From<ClientError> for RegisterError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::Suspended
+            | ProblemCode::NotActive
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -191,6 +198,7 @@ impl From<ClientError> for AttachError {
                 ProblemCode::NotFound
                 | ProblemCode::OutOfSpace
                 | ProblemCode::OverBudget
+                | ProblemCode::NotActive
                 | ProblemCode::ReadOnly
                 | ProblemCode::Forbidden
                 | ProblemCode::Unavailable
@@ -236,7 +244,7 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 13] = [
+    const CODES: [ProblemCode; 14] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,
@@ -248,6 +256,7 @@ mod tests {
         ProblemCode::TooManyDisks,
         ProblemCode::Suspended,
         ProblemCode::Unavailable,
+        ProblemCode::NotActive,
         ProblemCode::ReadOnly,
         ProblemCode::Internal,
     ];

@@ -155,6 +155,7 @@ fn for_guest(problem: &Problem) -> String {
         ProblemCode::TooManyDisks => "the VM has no free slot for another disk",
         ProblemCode::Suspended => "the platform team suspended the volume",
         ProblemCode::Unavailable => "the storage infra is unavailable or still works on it",
+        ProblemCode::NotActive => "no server of the storage infra is active at present",
         ProblemCode::ReadOnly => "the storage infra is read-only",
         ProblemCode::Forbidden => "the storage infra does not allow it",
         ProblemCode::Internal => "the storage infra failed",
@@ -218,6 +219,7 @@ mod tests {
             ProblemCode::TooManyDisks,
             ProblemCode::Suspended,
             ProblemCode::Unavailable,
+            ProblemCode::NotActive,
             ProblemCode::ReadOnly,
             ProblemCode::Internal,
         ] {

@@ -79,7 +79,9 @@ impl Disks {
                 is_new || matches!(self.prove_detached(context, &disk).await, Ok(DetachOutcome::Detached))
             }
             HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
-            HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => false,
+            HypervisorError::NotActive(_)
+            | HypervisorError::Unreachable(_)
+            | HypervisorError::Uncertain(_) => false,
         };
         let failure = describe(error, context);
         Err(if not_attached { AttachError::NotAttached(failure) } else { AttachError::Unknown(failure) })

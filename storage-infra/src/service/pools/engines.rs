@@ -13,6 +13,7 @@ use crate::audit;
 use crate::catalog::PoolRow;
 use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
 use crate::fail_points;
+use crate::lease::Lease;
 
 /// Timeout of a quick state probe, and maximum wait for an earlier late probe of the same kind.
 pub(in crate::service) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -44,14 +45,15 @@ pub(in crate::service) enum ProbeKind {
 pub(in crate::service) struct Engines {
     /// Directory of this server's catalog, by which other servers recognize its pools.
     data_dir: PathBuf,
+    lease: Lease,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
     probes: KeyedLock<(PoolName, ProbeKind)>,
 }
 
 impl Engines {
-    pub(in crate::service) fn new(data_dir: impl Into<PathBuf>) -> Self {
-        Self { data_dir: data_dir.into(), engines: Mutex::default(), probes: KeyedLock::default() }
+    pub(in crate::service) fn new(data_dir: impl Into<PathBuf>, lease: Lease) -> Self {
+        Self { data_dir: data_dir.into(), lease, engines: Mutex::default(), probes: KeyedLock::default() }
     }
 
     /// The engine of a pool.
@@ -63,11 +65,14 @@ impl Engines {
                 EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
             };
             match location {
-                Some(location) => fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid))),
-                // A location that cannot be read is no directory either, and the engine says so.
-                None => {
-                    fail_points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)))
+                Some(location) => {
+                    fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid)), self.lease.clone())
                 }
+                // A location that cannot be read is no directory either, and the engine says so.
+                None => fail_points::engine(
+                    Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)),
+                    self.lease.clone(),
+                ),
             }
         };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
@@ -149,7 +154,7 @@ mod tests {
             marked: false,
             suspension: None,
         };
-        let engines = Engines::new(dir.path());
+        let engines = Engines::new(dir.path(), Lease::unlimited());
         let (end, ended) = mpsc::channel();
         let late = move |_: &dyn Engine| {
             ended.recv().unwrap();

@@ -242,7 +242,7 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let engines = Arc::new(Engines::new(dir.path().join("data")));
+        let engines = Arc::new(Engines::new(dir.path().join("data"), crate::lease::Lease::unlimited()));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -26,7 +26,7 @@ impl Site {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("pool")).unwrap();
         let core = core_in(&dir);
-        let engines = Arc::new(Engines::new(dir.path().join("data")));
+        let engines = Arc::new(Engines::new(dir.path().join("data"), crate::lease::Lease::unlimited()));
         let spec = PoolSpec {
             engine: EngineKind::File,
             path: dir.path().join("pool").to_str().unwrap().to_owned(),
@@ -117,7 +117,11 @@ async fn waiting_callers_share_a_scan_that_started_after_they_arrived() {
     let dir = tempfile::tempdir().unwrap();
     let core = core_in(&dir);
     let conditions = Arc::new(Conditions::new(core.clone()));
-    let capacity = Arc::new(PoolCapacity::new(core, Arc::new(Engines::new(dir.path())), conditions));
+    let capacity = Arc::new(PoolCapacity::new(
+        core,
+        Arc::new(Engines::new(dir.path(), crate::lease::Lease::unlimited())),
+        conditions,
+    ));
     let before = capacity.views(Precision::Exact).await.unwrap();
     let running_scan = capacity.measured.lock().await;
     let all = futures::future::join_all((0..3).map(|_| capacity.views(Precision::Exact)));

@@ -108,9 +108,10 @@ impl From<HypervisorError> for Failure {
         let code = match &error {
             HypervisorError::NotRunning(_) => ProblemCode::NodeNotRunning,
             HypervisorError::Full(_) => ProblemCode::TooManyDisks,
-            HypervisorError::Refused(_) | HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => {
-                ProblemCode::Unavailable
-            }
+            HypervisorError::Refused(_)
+            | HypervisorError::Migrated(_)
+            | HypervisorError::Unreachable(_)
+            | HypervisorError::Uncertain(_) => ProblemCode::Unavailable,
         };
         Self::new(code, error.to_string())
     }

@@ -237,6 +237,7 @@ impl Ceph {
             labels: infra_api::Labels::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         }
     }
 }

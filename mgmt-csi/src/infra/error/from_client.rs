@@ -27,6 +27,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
@@ -49,6 +50,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -69,6 +71,7 @@ impl From<ClientError> for SnapshotError {
             ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -90,6 +93,7 @@ impl From<ClientError> for ExpandError {
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -111,6 +115,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
@@ -132,6 +137,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
@@ -163,6 +169,7 @@ impl From<ClientError> for RegisterError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
@@ -185,6 +192,7 @@ impl From<ClientError> for AttachError {
             (ProblemCode::Ended, _) => Self::IdDeleted(Message::of(problem)),
             (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(Message::of(problem)),
             (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(Message::of(problem)),
+            (ProblemCode::NotReachable, _) => Self::NotReachable(Message::of(problem)),
             (ProblemCode::Suspended, _) => Self::Suspended(Message::of(problem)),
             (ProblemCode::Invalid, _) => Self::Invalid(Message::of(problem)),
             (
@@ -236,7 +244,7 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 13] = [
+    const CODES: [ProblemCode; 14] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,
@@ -246,6 +254,7 @@ mod tests {
         ProblemCode::OverBudget,
         ProblemCode::NodeNotRunning,
         ProblemCode::TooManyDisks,
+        ProblemCode::NotReachable,
         ProblemCode::Suspended,
         ProblemCode::Unavailable,
         ProblemCode::ReadOnly,

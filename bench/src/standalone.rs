@@ -61,6 +61,7 @@ impl StorageInfra {
             labels: Labels::new(),
             cordoned: false,
             on_full: OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         self.client.put_pool(&PoolName::new("pool")?, &spec).await?;
         Ok(())

@@ -108,6 +108,8 @@ reasons! {
         NodeNotRunning,
         /// The VM has the maximum number of disks.
         TooManyDisks,
+        /// The host of the VM does not reach the pool of the volume.
+        VolumeNotReachable,
         /// The platform team suspended the volume or its pool.
         VolumeSuspended,
         /// The storage infra considers the request invalid.

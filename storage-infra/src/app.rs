@@ -1,6 +1,7 @@
 //! Server wiring: builds the service from flags, starts listeners and periodic loops, and shuts them down.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use futures::FutureExt;
 use futures::future::{BoxFuture, join_all};
-use infra_api::Expiry;
+use infra_api::{Expiry, ZONE_LABEL};
 use process_kit::{process, supervise};
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
@@ -31,6 +32,7 @@ use crate::hypervisor::libvirt::Libvirt;
 use crate::hypervisor::loop_device::LoopDevices;
 use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
+use crate::placement::{Host, Hosts};
 use crate::service::Service;
 use crate::standby::{Door, Standby};
 use crate::systemd;
@@ -77,6 +79,15 @@ pub enum CatalogPlace {
     Database(Box<Target>),
 }
 
+impl fmt::Display for HypervisorTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Libvirt(uri) => f.write_str(uri),
+            Self::Loop(dir) | Self::Simulated(dir, _) => write!(f, "{}", dir.display()),
+        }
+    }
+}
+
 /// Options of `serve`.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -98,6 +109,8 @@ pub struct Options {
     pub hypervisors: Vec<HypervisorFlag>,
     /// Zones of hypervisors, by their names.
     pub zones: Vec<(String, String)>,
+    /// Labels of hypervisors: name, key and value.
+    pub labels: Vec<(String, String, String)>,
     /// Directories besides those of pools whose files may be adopted.
     pub file_dirs: Vec<PathBuf>,
     /// When to back up the catalog.
@@ -116,7 +129,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
     let hypervisors = hypervisors(&options.hypervisors)?;
-    let zones = zones(&options.zones, &hypervisors)?;
+    let hosts = hosts(&options)?;
     let standby = Standby::default();
     let mut listeners = Listeners {
         api: Door::new(standby.api()),
@@ -152,7 +165,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     };
     let lease = catalog.lease().clone();
     let watched = catalog.clone();
-    let service = Service::new(catalog, hypervisors, zones, metrics.clone(), options.file_dirs.clone());
+    let service = Service::new(catalog, hypervisors, hosts, metrics.clone(), options.file_dirs.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     let stop = listeners.stop.clone();
@@ -266,11 +279,12 @@ impl Listeners {
 /// Starts the service's periodic loops, each in a supervised task.
 fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     let until = || stop.clone();
-    let loops: [(&str, BoxFuture<'static, ()>); 8] = [
+    let loops: [(&str, BoxFuture<'static, ()>); 9] = [
         ("repair", service.repair().clone().run(until()).boxed()),
         ("release of attachments", service.fencing().clone().run_release(until()).boxed()),
         ("pool monitor", service.pool_monitor().clone().run(until()).boxed()),
         ("power monitor", service.power().clone().run_monitor(until()).boxed()),
+        ("search for moved VMs", service.nodes().clone().run_follow(until()).boxed()),
         ("unexpected disk search", service.unexpected_disks().clone().run_search(until()).boxed()),
         ("moves", service.moves().clone().run(until()).boxed()),
         ("suspensions", service.suspensions().clone().run(until()).boxed()),
@@ -295,18 +309,27 @@ pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, 
     Ok(all)
 }
 
-/// The zones of hypervisors named by flags.
-fn zones(
-    flags: &[(String, String)],
-    hypervisors: &BTreeMap<String, Arc<dyn Hypervisor>>,
-) -> anyhow::Result<BTreeMap<String, String>> {
-    let mut all = BTreeMap::new();
-    for (name, zone) in flags {
-        anyhow::ensure!(hypervisors.contains_key(name), "--hypervisor-zone: no --hypervisor is named {name}");
-        let before = all.insert(name.clone(), zone.clone());
+/// What the flags say about the hosts of the hypervisors.
+fn hosts(options: &Options) -> anyhow::Result<Hosts> {
+    let mut all: BTreeMap<&str, Host> = BTreeMap::new();
+    for HypervisorFlag { name, target } in &options.hypervisors {
+        let host = Host { name: name.clone(), location: target.to_string(), ..Host::default() };
+        all.insert(name, host);
+    }
+    for (name, zone) in &options.zones {
+        let host = all.get_mut(name.as_str());
+        let host = host.with_context(|| format!("--hypervisor-zone: no --hypervisor is named {name}"))?;
+        let before = host.zone.replace(zone.clone());
         anyhow::ensure!(before.is_none(), "--hypervisor-zone: the hypervisor {name} has two zones");
     }
-    Ok(all)
+    for (name, key, value) in &options.labels {
+        let host = all.get_mut(name.as_str());
+        let host = host.with_context(|| format!("--hypervisor-label: no --hypervisor is named {name}"))?;
+        anyhow::ensure!(key != ZONE_LABEL, "--hypervisor-label: {key} is set with --hypervisor-zone");
+        let before = host.labels.insert(key.clone(), value.clone());
+        anyhow::ensure!(before.is_none(), "--hypervisor-label: the hypervisor {name} has two labels {key}");
+    }
+    Ok(Hosts::new(all.into_values().collect()))
 }
 
 fn certificates(flag: &str, path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {

@@ -298,6 +298,14 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
         self.0.attached_disks().await
     }
 
+    async fn running(&self) -> hypervisor::Result<HashSet<Uuid>> {
+        self.0.running().await
+    }
+
+    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> hypervisor::Result<()> {
+        self.0.follow_events(changed).await
+    }
+
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> hypervisor::Result<Presence> {
         self.0.presence(node, disks).await
     }

@@ -81,6 +81,7 @@ impl Round {
             labels: infra_api::Labels::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         }
     }
 

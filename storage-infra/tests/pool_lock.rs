@@ -25,7 +25,14 @@ fn second(site: &Site) -> (PoolName, PoolSpec) {
     let on_full = infra_api::OnFull::default();
     (
         PoolName::new("second").unwrap(),
-        PoolSpec { engine, path, labels: Labels::new(), cordoned: false, on_full },
+        PoolSpec {
+            engine,
+            path,
+            labels: Labels::new(),
+            cordoned: false,
+            on_full,
+            hosts: infra_api::PoolHosts::default(),
+        },
     )
 }
 

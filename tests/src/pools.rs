@@ -41,7 +41,7 @@ impl Scenario {
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         let path = pool.path.display().to_string();
         let on_full = OnFull::default();
-        let spec = PoolSpec { engine: any.engine, path, labels, cordoned: false, on_full };
+        let spec = PoolSpec { engine: any.engine, path, labels, cordoned: false, on_full, hosts: any.hosts };
         self.infra.put_pool(&pool.name, &spec).await?;
         Ok(())
     }
@@ -120,6 +120,6 @@ impl Scenario {
 
 /// The spec of a registered pool.
 fn spec_of(pool: Pool) -> PoolSpec {
-    let Pool { engine, path, labels, cordoned, on_full, .. } = pool;
-    PoolSpec { engine, path, labels, cordoned, on_full }
+    let Pool { engine, path, labels, cordoned, on_full, hosts, .. } = pool;
+    PoolSpec { engine, path, labels, cordoned, on_full, hosts }
 }

@@ -109,6 +109,10 @@ impl SnapshotSpec {
 impl PoolSpec {
     /// Fails if a field exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
+        let names = serde_json::to_vec(&self.hosts.names).map_or(usize::MAX, |json| json.len());
+        let advice = "give the hosts a common label, and name that";
+        at_most("hosts.names", names, MAX_LABELS, "bytes as JSON", advice)?;
+        labels("hosts.labels", &self.hosts.labels)?;
         labels("labels", &self.labels)
     }
 }

@@ -32,6 +32,8 @@ pub enum ProblemCode {
     NodeNotRunning,
     /// The virtual machine has no free slot for another disk. 409.
     TooManyDisks,
+    /// The host of the virtual machine does not reach the pool of the volume, so its disk cannot be attached there. 409.
+    NotReachable,
     /// The volume or its pool is suspended: it must not be used until it is resumed. 409.
     Suspended,
     /// A pool or hypervisor cannot be reached or did not finish in time; the operation may have taken effect. Retry.
@@ -54,7 +56,12 @@ impl ProblemCode {
             Self::Forbidden => 403,
             Self::NotFound => 404,
             Self::Ended => 410,
-            Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks | Self::Suspended => 409,
+            Self::Exists
+            | Self::InUse
+            | Self::NodeNotRunning
+            | Self::TooManyDisks
+            | Self::NotReachable
+            | Self::Suspended => 409,
             Self::OutOfSpace | Self::OverBudget => 507,
             Self::Unavailable | Self::NotActive | Self::ReadOnly => 503,
             Self::Internal => 500,
@@ -76,6 +83,7 @@ impl ProblemCode {
             | Self::OverBudget
             | Self::NodeNotRunning
             | Self::TooManyDisks
+            | Self::NotReachable
             | Self::Suspended
             | Self::NotActive
             | Self::ReadOnly => false,
@@ -95,6 +103,7 @@ impl ProblemCode {
             Self::OverBudget => "over-budget",
             Self::NodeNotRunning => "node-not-running",
             Self::TooManyDisks => "too-many-disks",
+            Self::NotReachable => "not-reachable",
             Self::Suspended => "suspended",
             Self::Unavailable => "unavailable",
             Self::NotActive => "not-active",
@@ -116,6 +125,7 @@ impl ProblemCode {
             Self::OverBudget => "The budget of the account does not allow it",
             Self::NodeNotRunning => "The virtual machine is not running",
             Self::TooManyDisks => "The virtual machine has no free slot for another disk",
+            Self::NotReachable => "The host of the virtual machine does not reach the pool",
             Self::Suspended => "The volume or its pool is suspended",
             Self::Unavailable => "The infrastructure cannot be reached or has not finished",
             Self::NotActive => "The server is not the active one",
@@ -190,6 +200,8 @@ pub enum Rejection {
     Labels,
     /// The pool is not reachable from the requested zones.
     Zone,
+    /// No configured host reaches the pool.
+    NoHost,
     /// The pool holds a volume of the same anti-affinity group.
     AntiAffinity,
     /// A reason that this client version does not know.
@@ -207,6 +219,7 @@ impl fmt::Display for Rejection {
             Self::TooSmall => "too little free space",
             Self::Labels => "labels do not match",
             Self::Zone => "in another zone",
+            Self::NoHost => "reached by no host",
             Self::AntiAffinity => "holds a volume of the same anti-affinity group",
             Self::Other => "another reason",
         })

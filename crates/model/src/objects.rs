@@ -444,6 +444,7 @@ pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -
         ended: catalog.deleted_ids.contains(&(at, of)),
         volume: Some(volume()),
         node: Some(NodeRow { uuid: node(at), spec: node_spec(at) }),
+        unreached: None,
         copies: Vec::new(),
         hold: None,
         other_nodes: others.iter().map(|row| NodeRef { uuid: row.node, name: String::new() }).collect(),

@@ -125,6 +125,7 @@ pub async fn start(
             labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into(),
             cordoned: false,
             on_full: OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         client
             .put_pool(&PoolName::new(name.clone())?, &spec)

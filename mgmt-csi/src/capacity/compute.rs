@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crds::names::MANAGEMENT_DRIVER;
-use infra_api::{Placement, Pool, ZONE_LABEL};
+use infra_api::{Placement, Pool};
 use k8s_openapi::api::storage::v1::StorageClass;
 
 use crate::controller::parameters::Parameters;
@@ -23,7 +23,7 @@ pub(super) struct Entry {
 
 /// One entry per class of this driver and zone; also one without a zone if there are pools without a zone, or no pools.
 pub(super) fn desired(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
-    let mut zones: BTreeSet<Option<&str>> = pools.iter().map(zone_of).collect();
+    let mut zones: BTreeSet<Option<&str>> = pools.iter().flat_map(zones_of).collect();
     if zones.is_empty() {
         zones.insert(None);
     }
@@ -54,15 +54,20 @@ fn takes(pool: &Pool, placement: &Placement, zone: Option<&str>) -> bool {
         && pool.suspension.is_none()
         && placement.pool.as_ref().is_none_or(|name| *name == pool.name)
         && placement.pool_labels.iter().all(|(key, value)| pool.labels.get(key) == Some(value))
-        && zone_of(pool).is_none_or(|own| Some(own) == zone)
+        && zones_of(pool).iter().any(|own| *own == zone || own.is_none() && pool.hosts.is_all())
 }
 
-fn zone_of(pool: &Pool) -> Option<&str> {
-    pool.labels.get(ZONE_LABEL).map(String::as_str)
+/// The zones that can reach the pool; `None` stands for every zone, or for hosts without a zone.
+fn zones_of(pool: &Pool) -> Vec<Option<&str>> {
+    match pool.reachable_zones() {
+        zones if zones.is_empty() => vec![None],
+        zones => zones.into_iter().map(Some).collect(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use infra_api::ZONE_LABEL;
     use serde_json::json;
 
     use super::*;
@@ -89,6 +94,22 @@ mod tests {
             .iter()
             .map(|e| (e.class.as_str(), e.zone.as_deref(), e.free_bytes, e.max_volume_bytes))
             .collect()
+    }
+
+    #[test]
+    fn a_pool_of_some_hosts_counts_in_the_zones_of_these_hosts() {
+        let of_hosts = |zones: &[&str]| {
+            let mut pool = pool("p", None, 5);
+            pool.hosts.names = vec!["kvm-1".into()];
+            pool.zones = zones.iter().map(|zone| (*zone).to_owned()).collect();
+            pool
+        };
+        let pools = [of_hosts(&["a", "b"]), of_hosts(&[]), pool("x", None, 3)];
+        let classes = [class("any", MANAGEMENT_DRIVER, json!({}))];
+        assert_eq!(
+            numbers(&desired(&classes, &pools)),
+            [("any", None, 8, 5), ("any", Some("a"), 8, 5), ("any", Some("b"), 8, 5)]
+        );
     }
 
     #[test]

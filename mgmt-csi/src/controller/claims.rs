@@ -52,20 +52,20 @@ impl Claims {
     }
 
     /// Writes the accessible zone of the volume to its claim, unless it is set already.
-    pub(super) async fn annotate_zone(
+    pub(super) async fn annotate_zones(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
-        zone: &str,
+        zones: &str,
         deadline: Instant,
     ) -> Result<(), Status> {
-        if annotation(claim, ANNOTATION_ACCESSIBLE_ZONES) == Some(zone) {
+        if annotation(claim, ANNOTATION_ACCESSIBLE_ZONES) == Some(zones) {
             return Ok(());
         }
         // The UID is a precondition: a new claim of the same name is not changed.
         let patch = Patch::Merge(json!({"metadata": {
             "uid": claim.metadata.uid,
-            "annotations": {ANNOTATION_ACCESSIBLE_ZONES: zone},
+            "annotations": {ANNOTATION_ACCESSIBLE_ZONES: zones},
         }}));
         let params = PatchParams::default();
         match timeout_at(deadline, self.api(key).patch_metadata(&key.name, &params, &patch)).await {
@@ -73,11 +73,12 @@ impl Claims {
             // The claim is gone.
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => Ok(()),
             Ok(Err(error)) => {
-                let what = format!("annotate PersistentVolumeClaim {key} with the zone {zone} of its volume");
+                let what =
+                    format!("annotate PersistentVolumeClaim {key} with the zones {zones} of its volume");
                 Err(Message::of_cluster(&what, &error).status(Code::Unavailable))
             }
             Err(_) => Err(Status::deadline_exceeded(format!(
-                "the volume was created in zone {zone}; timed out annotating PersistentVolumeClaim {key} in the \
+                "the volume was created in {zones}; timed out annotating PersistentVolumeClaim {key} in the \
                  management cluster"
             ))),
         }

@@ -134,8 +134,9 @@ impl Controller {
             // An earlier request had another VolumeAttributesClass.
             volume = self.infra.limit_volume(id, &spec.qos, deadline).await?;
         }
-        if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
-            self.claims.annotate_zone(key, claim, zone, deadline).await?;
+        let zones = volume.reachable_zones().join(",");
+        if let Some((key, claim)) = claim.as_ref().filter(|_| !zones.is_empty()) {
+            self.claims.annotate_zones(key, claim, &zones, deadline).await?;
         }
         tracing::info!(volume = %id, name = name.as_str(), bytes = volume.capacity_bytes, pool = %volume.pool, "created");
         Ok(to_proto(&Volume { source: spec.source, ..volume }))

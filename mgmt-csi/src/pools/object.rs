@@ -2,7 +2,7 @@
 //! again. No I/O.
 
 use crds::{PoolReason, StoragePool, StoragePoolSpec, StoragePoolStatus};
-use infra_api::{Pool, ZONE_LABEL};
+use infra_api::Pool;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube_kit::quantity;
@@ -31,7 +31,7 @@ fn spec(pool: &Pool) -> StoragePoolSpec {
         engine: pool.engine.to_string(),
         cordoned: pool.cordoned,
         on_full: pool.on_full.to_string(),
-        zone: pool.labels.get(ZONE_LABEL).cloned(),
+        zone: Some(pool.reachable_zones().join(",")).filter(|zones| !zones.is_empty()),
         labels: pool.labels.clone(),
     }
 }
@@ -115,7 +115,7 @@ fn condition(state: State, before: Option<&StoragePoolStatus>, now: &Time) -> Co
 
 #[cfg(test)]
 mod tests {
-    use infra_api::Suspension;
+    use infra_api::{Suspension, ZONE_LABEL};
     use k8s_openapi::jiff::Timestamp;
     use serde_json::json;
 

@@ -60,6 +60,7 @@ impl From<AttachError> for Failure {
             AttachError::IdDeleted(_) => (AttachReason::AttachmentDeleted, Disk::Absent),
             AttachError::NodeNotRunning(_) => (AttachReason::NodeNotRunning, Disk::Absent),
             AttachError::TooManyDisks(_) => (AttachReason::TooManyDisks, Disk::Absent),
+            AttachError::NotReachable(_) => (AttachReason::VolumeNotReachable, Disk::Absent),
             AttachError::Suspended(_) => (AttachReason::VolumeSuspended, Disk::Absent),
             AttachError::Invalid(_) => (AttachReason::AttachRefused, Disk::Absent),
             AttachError::Indeterminate(_) => (AttachReason::AttachFailed, Disk::Unknown),

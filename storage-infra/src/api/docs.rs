@@ -62,6 +62,7 @@ use super::{budgets, events, handlers, moves, suspensions, transfers};
         handlers::get_node,
         handlers::delete_node,
         handlers::delete_saved_state,
+        handlers::list_hosts,
         handlers::delete_host,
         handlers::put_attachment,
         handlers::list_attachments,

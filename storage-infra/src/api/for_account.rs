@@ -93,7 +93,8 @@ fn text(code: ProblemCode) -> &'static str {
         | ProblemCode::OverBudget
         | ProblemCode::Ended
         | ProblemCode::NodeNotRunning
-        | ProblemCode::TooManyDisks => {
+        | ProblemCode::TooManyDisks
+        | ProblemCode::NotReachable => {
             "the request failed: ask the platform team, and name the x-request-id of the response"
         }
     }

@@ -4,8 +4,8 @@ use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, Labels, List, Node, NodeSpec,
-    ObjectKind, Owner, Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId,
+    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, Host, Labels, List, Node,
+    NodeSpec, ObjectKind, Owner, Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId,
     SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use serde::Deserialize;
@@ -41,7 +41,7 @@ pub(super) fn all<T>(items: Vec<T>) -> Json<List<T>> {
 /// Registers a pool, or changes its labels, `cordoned` and `onFull`.
 #[utoipa::path(put, path = "/v1/pools/{name}", tag = "Pools", request_body = PoolSpec, params(("name" = PoolName, Path)), responses(
     (status = 201, description = "Registered", body = Pool), (status = 200, description = "Already registered; updated", body = Pool),
-    (status = 400, description = "`invalid`: the directory does not exist, or the server may not write to it", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool", body = Problem),
+    (status = 400, description = "`invalid`: the directory does not exist, the server may not write to it, or no host would reach the pool", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool, or `nodes` on hosts that would not reach the pool have its volumes", body = Problem),
 ))]
 pub(super) async fn put_pool(
     Everything(app): Everything,
@@ -257,7 +257,7 @@ pub(super) async fn delete_snapshot(view: View, Id(id): Id<SnapshotId>) -> Resul
     (status = 201, description = "Registered", body = Node), (status = 200, description = "Already registered; updated", body = Node),
     (status = 400, description = "`invalid`: the hypervisor is not configured", body = Problem),
     (status = 404, description = "`not-found`: no hypervisor is named, and none has the virtual machine", body = Problem),
-    (status = 409, description = "`in-use`: the node has attachments on another hypervisor; `exists`: no hypervisor is named, and several have the virtual machine", body = Problem),
+    (status = 409, description = "`in-use`: the node has attachments on another hypervisor, or in pools that the named one does not reach; `exists`: no hypervisor is named, and several have the virtual machine", body = Problem),
     (status = 503, description = "`unavailable`: no hypervisor is named, none runs the virtual machine, and one cannot be reached", body = Problem),
 ))]
 pub(super) async fn put_node(
@@ -308,6 +308,12 @@ pub(super) async fn delete_saved_state(
     app.service.power().discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
 }
 
+/// Lists the hosts: the configured hypervisors, with their health, and the pools that they reach.
+#[utoipa::path(get, path = "/v1/hosts", tag = "Nodes", responses((status = 200, body = List<Host>)))]
+pub(super) async fn list_hosts(Everything(app): Everything) -> Result<Json<List<Host>>> {
+    app.service.hosts().list().await.map(all)
+}
+
 /// Declares that a hypervisor moved to another host, and that no virtual machine runs on the previous host.
 #[utoipa::path(delete, path = "/v1/hypervisors/{name}/host", tag = "Nodes", params(("name" = String, Path)), responses(
     (status = 204, description = "The server records the present host at its next contact"),
@@ -338,7 +344,7 @@ pub(super) struct AttachParams {
 ), responses(
     (status = 200, description = "The virtual machine has the disk", body = Attachment), (status = 202, description = "In progress; repeat the request to wait", body = Attachment),
     (status = 404, description = "`not-found`: the volume or the node; see `what`", body = Problem),
-    (status = 409, description = "`in-use`: the volume is attached to `nodes`; `exists`: the ID belongs to another attachment; `node-not-running`; `too-many-disks`", body = Problem),
+    (status = 409, description = "`in-use`: the volume is attached to `nodes`; `exists`: the ID belongs to another attachment; `node-not-running`; `too-many-disks`; `not-reachable`: the host of the node does not reach the pool", body = Problem),
     (status = 410, description = "`ended`: the attachment with this ID was deleted; choose another ID", body = Problem),
     (status = 503, description = "`unavailable`: the operation may have taken effect; retry", body = Problem),
 ))]

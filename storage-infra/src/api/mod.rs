@@ -86,6 +86,7 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
             put(handlers::put_node).get(handlers::get_node).delete(handlers::delete_node),
         )
         .route("/v1/nodes/{uuid}/saved-state", delete(handlers::delete_saved_state))
+        .route("/v1/hosts", get(handlers::list_hosts))
         .route("/v1/hypervisors/{name}/host", delete(handlers::delete_host))
         .route("/v1/attachments", get(handlers::list_attachments))
         .route(

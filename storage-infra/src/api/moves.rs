@@ -19,7 +19,7 @@ use crate::service::Result;
     (status = 200, description = "The volume is being moved, or is in that pool", body = Volume),
     (status = 400, description = "`invalid`: the rate is too low, or the pool is in another zone", body = Problem),
     (status = 404, description = "`not-found`: the volume or the pool", body = Problem),
-    (status = 409, description = "`in-use`: several nodes have it, or one that cannot write, or whose hypervisor cannot exchange a disk; \
+    (status = 409, description = "`not-reachable`: the host of the node that has it does not reach the pool; `in-use`: several nodes have it, or one that cannot write, or whose hypervisor cannot exchange a disk; \
      it is exported; or it is being moved to another pool. `suspended`. `exists`: the pool has another file of that name", body = Problem),
     (status = 503, description = "`unavailable`: the volume is not ready, is being expanded, or an earlier move is not complete", body = Problem),
     (status = 507, description = "`out-of-space`: the pool has not the capacity, or the placement of the volume does not allow it", body = Problem),

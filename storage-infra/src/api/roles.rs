@@ -47,6 +47,7 @@ pub(super) enum Operation {
     PutNode,
     DeleteNode,
     DeleteSavedState,
+    ListHosts,
     DeleteHost,
     ListAttachments,
     GetAttachment,
@@ -61,7 +62,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 49] = [
+const ROUTES: [(&str, &str, Operation); 50] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -101,6 +102,7 @@ const ROUTES: [(&str, &str, Operation); 49] = [
     ("PUT", "/v1/nodes/{uuid}", PutNode),
     ("DELETE", "/v1/nodes/{uuid}", DeleteNode),
     ("DELETE", "/v1/nodes/{uuid}/saved-state", DeleteSavedState),
+    ("GET", "/v1/hosts", ListHosts),
     ("DELETE", "/v1/hypervisors/{name}/host", DeleteHost),
     ("GET", "/v1/attachments", ListAttachments),
     ("GET", "/v1/attachments/{id}", GetAttachment),
@@ -127,7 +129,7 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         GetHealth | GetDocs => &Role::ALL,
         ListVolumes | GetVolume | ListSnapshots | GetSnapshot => &Role::ALL,
         PutSnapshot | DeleteSnapshot => &[Role::Driver, Role::Operator, Role::Backup],
-        ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListAttachments
+        ListPools | GetPool | ListBudgets | GetBudget | ListNodes | GetNode | ListHosts | ListAttachments
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment | AdoptVolume => &[Role::Driver, Role::Operator],

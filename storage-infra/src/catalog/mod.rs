@@ -395,6 +395,7 @@ mod tests {
                         labels: Labels::new(),
                         cordoned: false,
                         on_full: infra_api::OnFull::default(),
+                        hosts: infra_api::PoolHosts::default(),
                     },
                     marked: true,
                     suspension: None,

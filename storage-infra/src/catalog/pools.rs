@@ -38,7 +38,7 @@ pub struct InPool {
     pub first: Vec<String>,
 }
 
-const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full";
+const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full, hosts";
 /// Pools with their suspensions.
 const POOLS: &str = "pools LEFT JOIN suspended_pools ON pool = name";
 const SUSPENSION: &str = "reason, since";
@@ -47,7 +47,8 @@ fn read(row: &Row<'_>) -> db::Result<Result<PoolRow>> {
     let (name, uuid, engine): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
     let (cordoned, marked, on_full): (bool, bool, String) = (row.get(5)?, row.get(6)?, row.get(7)?);
-    let (reason, since): (Option<String>, Option<String>) = (row.get(8)?, row.get(9)?);
+    let hosts: String = row.get(8)?;
+    let (reason, since): (Option<String>, Option<String>) = (row.get(9)?, row.get(10)?);
     Ok((|| {
         Ok(PoolRow {
             name: parse("pools.name", &name)?,
@@ -58,6 +59,7 @@ fn read(row: &Row<'_>) -> db::Result<Result<PoolRow>> {
                 labels: from_json("pools.labels", &labels)?,
                 cordoned,
                 on_full: from_word("pools.on_full", &on_full)?,
+                hosts: from_json("pools.hosts", &hosts)?,
             },
             marked,
             suspension: reason.zip(since).map(|(reason, since)| Suspension { reason, since }),
@@ -88,7 +90,7 @@ impl Tx<'_> {
     pub fn insert_pool(&self, pool: &PoolRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)"
+                "INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)"
             ))?
             .execute(params![
                 pool.name.as_str(),
@@ -99,6 +101,7 @@ impl Tx<'_> {
                 pool.spec.cordoned,
                 pool.marked,
                 pool.spec.on_full.to_string(),
+                to_json(&pool.spec.hosts)?,
             ])?;
         Ok(())
     }
@@ -106,12 +109,15 @@ impl Tx<'_> {
     /// Updates the mutable fields of a pool.
     pub fn update_pool(&self, name: &PoolName, spec: &PoolSpec) -> Result<()> {
         self.0
-            .prepare_cached("UPDATE pools SET labels = ?2, cordoned = ?3, on_full = ?4 WHERE name = ?1")?
+            .prepare_cached(
+                "UPDATE pools SET labels = ?2, cordoned = ?3, on_full = ?4, hosts = ?5 WHERE name = ?1",
+            )?
             .execute(params![
                 name.as_str(),
                 to_json(&spec.labels)?,
                 spec.cordoned,
-                spec.on_full.to_string()
+                spec.on_full.to_string(),
+                to_json(&spec.hosts)?
             ])?;
         Ok(())
     }

@@ -23,6 +23,7 @@ const MIGRATIONS: &[&str] = &[
     TRANSFERS,
     SUSPENSIONS,
     MOVES,
+    POOL_HOSTS,
 ];
 
 const FIRST: &str = "
@@ -233,6 +234,11 @@ UPDATE attachments SET blank = 'no';
 const FULL_POOLS: &str = "
 -- Behaviour of a VM that writes while the pool is full.
 ALTER TABLE pools ADD COLUMN on_full TEXT NOT NULL DEFAULT 'pause' CHECK (on_full IN ('pause', 'fail'));
+";
+
+const POOL_HOSTS: &str = "
+-- The hosts that reach the pool, as JSON; all hosts for the pools of earlier versions.
+ALTER TABLE pools ADD COLUMN hosts TEXT NOT NULL DEFAULT '{}';
 ";
 
 const REVISIONS: &str = "

@@ -101,6 +101,9 @@ struct ServeArgs {
     /// Zone of a hypervisor, repeatable: nodes on it have this zone unless they are registered with another one.
     #[arg(long = "hypervisor-zone", value_name = "NAME=ZONE", value_parser = hypervisor_zone)]
     hypervisor_zones: Vec<(String, String)>,
+    /// Label of a hypervisor, repeatable: pools can be reachable from the hypervisors with a label.
+    #[arg(long = "hypervisor-label", value_name = "NAME=KEY=VALUE", value_parser = hypervisor_label)]
+    hypervisor_labels: Vec<(String, String, String)>,
     /// Directory whose files may be adopted as volumes, and to which volumes may be released, besides the directories of the
     /// pools. Repeatable.
     #[arg(long = "file-dir", value_name = "DIR")]
@@ -170,6 +173,16 @@ fn hypervisor_zone(text: &str) -> Result<(String, String), String> {
     }
 }
 
+fn hypervisor_label(text: &str) -> Result<(String, String, String), String> {
+    let (name, label) = text.split_once('=').unwrap_or_default();
+    match label.split_once('=') {
+        Some((key, value)) if !name.is_empty() && !key.is_empty() => {
+            Ok((name.to_owned(), key.to_owned(), value.to_owned()))
+        }
+        _ => Err("must be NAME=KEY=VALUE".to_owned()),
+    }
+}
+
 /// `DIR` or `DIR,delay=50ms`.
 fn simulated(text: &str) -> Option<HypervisorTarget> {
     let (dir, delay) = match text.split_once(',') {
@@ -205,6 +218,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 without_role: args.clients_without_role,
                 hypervisors: args.hypervisors,
                 zones: args.hypervisor_zones,
+                labels: args.hypervisor_labels,
                 file_dirs: args.file_dirs,
                 backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
@@ -242,6 +256,15 @@ mod tests {
         assert_eq!(hypervisor_zone("kvm=z=1"), Ok(("kvm".into(), "z=1".into())));
         for bad in ["kvm", "kvm=", "=z", &format!("kvm={}", "z".repeat(MAX_ZONE + 1))] {
             assert!(hypervisor_zone(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_label_flag_needs_a_name_and_a_label() {
+        let label = hypervisor_label("kvm=rack=r=1").unwrap();
+        assert_eq!(label, ("kvm".into(), "rack".into(), "r=1".into()));
+        for bad in ["kvm", "kvm=rack", "=rack=1", "kvm==1"] {
+            assert!(hypervisor_label(bad).is_err(), "{bad}");
         }
     }
 

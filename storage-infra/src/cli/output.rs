@@ -6,8 +6,8 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use infra_api::{
-    Attachment, Budget, BudgetSpec, Capacity, CephPool, ClassLimits, ClassUsage, Labels, Move, Node, Pool,
-    PoolName, Qos, Snapshot, Undrained, Volume, VolumeSource,
+    Attachment, Budget, BudgetSpec, Capacity, CephPool, ClassLimits, ClassUsage, Host, Labels, Move, Node,
+    Pool, PoolName, Qos, Snapshot, Undrained, Volume, VolumeSource,
 };
 use process_kit::table;
 use serde::Serialize;
@@ -65,6 +65,7 @@ impl Row for Pool {
         "REPLICAS",
         "UNKNOWN FILES",
         "LABELS",
+        "HOSTS",
         "PATH",
         "MESSAGE",
     ];
@@ -81,6 +82,7 @@ impl Row for Pool {
             dash(self.ceph.as_ref().map(replicas).unwrap_or_default()),
             self.unknown_files.len().to_string(),
             labels(&self.labels),
+            self.hosts.to_string(),
             self.path.clone(),
             dash(self.message.clone().unwrap_or_default()),
         ]
@@ -214,6 +216,39 @@ impl Row for Node {
             self.state.to_string(),
             self.proven_off.to_string(),
             dash(self.max_disks.map(|max| max.to_string()).unwrap_or_default()),
+            dash(self.message.clone().unwrap_or_default()),
+        ]
+    }
+}
+
+impl Row for Host {
+    const HEADER: &'static [&'static str] = &[
+        "NAME",
+        "KIND",
+        "ZONE",
+        "LABELS",
+        "REACHABLE",
+        "SINCE",
+        "NODES",
+        "POOLS",
+        "FREE",
+        "LOCATION",
+        "MESSAGE",
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        let pools: Vec<&str> = self.pools.iter().map(PoolName::as_str).collect();
+        vec![
+            self.name.clone(),
+            self.kind.clone(),
+            dash(self.zone.clone().unwrap_or_default()),
+            labels(&self.labels),
+            self.reachable.to_string(),
+            dash(self.since.clone().unwrap_or_default()),
+            self.nodes.to_string(),
+            dash(pools.join(",")),
+            show(self.free_bytes),
+            self.location.clone(),
             dash(self.message.clone().unwrap_or_default()),
         ]
     }

@@ -7,7 +7,7 @@
 
 use infra_api::{
     Access, Account, AttachmentId, EngineKind, FormatToken, GUEST_LABEL, Labels, NodeSpec, OnFull, Owner,
-    PoolName, Qos, SnapshotId, VolumeId, VolumeSpec,
+    PoolHosts, PoolName, Qos, SnapshotId, VolumeId, VolumeSpec,
 };
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -46,6 +46,9 @@ pub struct PoolRecord {
     /// What happens when a virtual machine writes while the pool is full.
     #[serde(default)]
     pub on_full: OnFull,
+    /// The hosts that reach the pool.
+    #[serde(default, skip_serializing_if = "PoolHosts::is_all")]
+    pub hosts: PoolHosts,
     /// Revision of the catalog that wrote the record.
     #[serde(default)]
     pub revision: u64,

@@ -313,6 +313,14 @@ impl Hypervisor for LoopDevices {
         nodes.iter().map(|node| Ok((*node, self.facts(*node)?))).collect()
     }
 
+    async fn running(&self) -> Result<HashSet<Uuid>> {
+        Ok(HashSet::new())
+    }
+
+    async fn follow_events(&self, _changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+        std::future::pending().await
+    }
+
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let devices = devices().await?;
         let mut present = HashSet::new();

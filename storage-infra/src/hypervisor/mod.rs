@@ -31,6 +31,9 @@ pub enum HypervisorError {
     /// The hypervisor refused, and its live state confirms that the disk is not attached.
     #[error("{0}")]
     Refused(String),
+    /// The virtual machine has migrated to another host with its disks. The hypervisor still has its configuration.
+    #[error("{0}")]
+    Migrated(String),
     /// The hypervisor does not respond. The outcome is unknown.
     #[error("{0}")]
     Unreachable(String),
@@ -208,6 +211,14 @@ pub trait Hypervisor: Send + Sync {
 
     /// Reads the facts about each of these virtual machines.
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
+
+    /// Lists the virtual machines that run or are paused, also those that are just arriving from another host. Empty if it cannot
+    /// tell.
+    async fn running(&self) -> Result<HashSet<Uuid>>;
+
+    /// Calls back at every event that may mean that a virtual machine started, stopped or moved. Returns when the connection
+    /// ends; without events, never.
+    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> Result<()>;
 
     /// Finds which of these disks a virtual machine has attached.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;

@@ -157,6 +157,14 @@ impl Hypervisor for Simulated {
         Ok(nodes.iter().map(|node| (*node, facts(power(*node)))).collect())
     }
 
+    async fn running(&self) -> Result<HashSet<Uuid>> {
+        Ok(HashSet::new())
+    }
+
+    async fn follow_events(&self, _changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+        std::future::pending().await
+    }
+
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let power = self.state(node).await?;
         let mut present = HashSet::new();

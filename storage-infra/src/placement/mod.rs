@@ -1,11 +1,15 @@
 //! Placement of new volumes: pure selection of a pool, or the reasons why each pool was rejected.
 
+mod reach;
+
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 use infra_api::{
     AntiAffinity, Capacity, CapacityQuery, EngineKind, Labels, Placement, PoolName, PoolRejection, Rejection,
-    ZONE_LABEL,
 };
+
+pub use reach::{Host, Hosts};
 
 /// A pool as input of placement.
 #[derive(Debug, Clone)]
@@ -16,6 +20,10 @@ pub struct Candidate {
     pub engine: EngineKind,
     /// Its labels.
     pub labels: Labels,
+    /// The zones that can reach it; `None` if every zone can.
+    pub zones: Option<BTreeSet<String>>,
+    /// Whether a configured host reaches it.
+    pub reached: bool,
     /// Whether its directory is reachable and has the pool's marker.
     pub healthy: bool,
     /// Whether it takes no new volumes.
@@ -62,11 +70,10 @@ pub fn has_space(capacity: u64, available: u64) -> bool {
     available >= capacity / 1000
 }
 
-/// Rank of a pool's zone among the requested ones, 0 being the best; `None` if the pool is in none of them. A pool
-/// without a zone label is in all zones.
-fn zone_rank(labels: &Labels, zones: &[String]) -> Option<usize> {
-    match labels.get(ZONE_LABEL) {
-        Some(has) if !zones.is_empty() => zones.iter().position(|zone| zone == has),
+/// Rank of a pool among the requested zones, 0 being the best; `None` if none of them can reach the pool.
+fn zone_rank(pool: &Candidate, zones: &[String]) -> Option<usize> {
+    match &pool.zones {
+        Some(has) if !zones.is_empty() => zones.iter().position(|zone| has.contains(zone)),
         _ => Some(0),
     }
 }
@@ -83,7 +90,8 @@ fn rejection(pool: &Candidate, bytes: u64, requested: &Placement) -> Option<Reje
         (Rejection::Suspended, !pool.suspended),
         (Rejection::TooSmall, pool.free_bytes >= bytes),
         (Rejection::Labels, labels_fit(&pool.labels, &requested.pool_labels)),
-        (Rejection::Zone, zone_rank(&pool.labels, &requested.zones).is_some()),
+        (Rejection::NoHost, pool.reached),
+        (Rejection::Zone, zone_rank(pool, &requested.zones).is_some()),
         (Rejection::AntiAffinity, pool.in_group == 0 || requested.anti_affinity == AntiAffinity::Preferred),
     ];
     rules.into_iter().find(|(_, fits)| !fits).map(|(reason, _)| reason)
@@ -109,7 +117,7 @@ pub fn place(
         }
     }
     let order = |pool: &&Candidate| {
-        let rank = zone_rank(&pool.labels, &requested.zones);
+        let rank = zone_rank(pool, &requested.zones);
         let distance = near.iter().position(|name| *name == pool.name).unwrap_or(near.len());
         (distance, rank, pool.in_group, Reverse(pool.free_bytes), pool.name.clone())
     };
@@ -167,6 +175,8 @@ mod tests {
             name: PoolName::new(name).unwrap(),
             engine: EngineKind::File,
             labels: Labels::new(),
+            zones: None,
+            reached: true,
             healthy: true,
             cordoned: false,
             suspended: false,
@@ -177,6 +187,10 @@ mod tests {
 
     fn labels(pairs: &[(&str, &str)]) -> Labels {
         pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
+    }
+
+    fn zones(names: &[&str]) -> Option<BTreeSet<String>> {
+        Some(names.iter().map(|name| (*name).to_owned()).collect())
     }
 
     fn chosen(pools: &[Candidate], bytes: u64, requested: &Placement) -> String {
@@ -197,12 +211,24 @@ mod tests {
         let mut cordoned = pool("cordoned", 9 * GIB);
         cordoned.cordoned = true;
         let mut far = pool("far", 9 * GIB);
-        far.labels = labels(&[("tier", "fast"), (ZONE_LABEL, "z2")]);
+        far.labels = labels(&[("tier", "fast")]);
+        far.zones = zones(&["z2"]);
+        let mut lost = pool("lost", 9 * GIB);
+        lost.labels = labels(&[("tier", "fast")]);
+        lost.reached = false;
         let mut taken = pool("taken", 9 * GIB);
         taken.labels = labels(&[("tier", "fast")]);
         taken.in_group = 1;
-        let pools =
-            [unhealthy, cordoned, pool("small", GIB), pool("tiny", 7), pool("slow", 9 * GIB), far, taken];
+        let pools = [
+            unhealthy,
+            cordoned,
+            pool("small", GIB),
+            pool("tiny", 7),
+            pool("slow", 9 * GIB),
+            far,
+            lost,
+            taken,
+        ];
         let requested = Placement {
             pool_labels: labels(&[("tier", "fast")]),
             zones: vec!["z1".into()],
@@ -212,9 +238,9 @@ mod tests {
         let rejections = place(&pools, 2 * GIB, &requested, &[]).unwrap_err();
         let reasons: Vec<_> = rejections.iter().map(|one| one.reason).collect();
         use Rejection::*;
-        assert_eq!(reasons, [Unhealthy, Cordoned, TooSmall, TooSmall, Labels, Zone, AntiAffinity]);
+        assert_eq!(reasons, [Unhealthy, Cordoned, TooSmall, TooSmall, Labels, Zone, NoHost, AntiAffinity]);
         let text = explain(2 * GIB, &rejections);
-        assert!(text.contains("of 7 pools") && text.contains("2 too little free space"), "{text}");
+        assert!(text.contains("of 8 pools") && text.contains("2 too little free space"), "{text}");
         assert!(text.contains("1073741824 bytes free"), "{text}");
     }
 
@@ -252,8 +278,7 @@ mod tests {
 
     #[test]
     fn the_best_zone_wins_unless_a_pool_shares_blocks_with_the_source() {
-        let in_zone =
-            |name: &str, free, zone| Candidate { labels: labels(&[(ZONE_LABEL, zone)]), ..pool(name, free) };
+        let in_zone = |name: &str, free, zone| Candidate { zones: zones(&[zone]), ..pool(name, free) };
         let pools = [in_zone("a", 9 * GIB, "z2"), in_zone("b", 2 * GIB, "z1"), in_zone("c", 9 * GIB, "z3")];
         let requested = Placement { zones: vec!["z1".into(), "z2".into()], ..Placement::default() };
         assert_eq!(chosen(&pools, GIB, &requested), "b");
@@ -284,6 +309,23 @@ mod tests {
     #[test]
     fn a_pool_is_full_below_a_thousandth_of_available_space() {
         assert!(has_space(10_000, 10) && !has_space(10_000, 9));
+    }
+
+    #[test]
+    fn a_pool_of_several_zones_serves_each_of_them_and_counts_in_each() {
+        let shared = Candidate { zones: zones(&["z1", "z2"]), ..pool("shared", 2 * GIB) };
+        let local = Candidate { zones: zones(&["z2"]), ..pool("local", GIB) };
+        // The zone of its host is unknown.
+        let nowhere = Candidate { zones: zones(&[]), ..pool("nowhere", 9 * GIB) };
+        let pools = [shared, local, nowhere];
+        let of = |zone: &str| {
+            let query = CapacityQuery { zone: Some(zone.to_owned()), ..CapacityQuery::default() };
+            capacity(&pools, &query).free_bytes
+        };
+        assert_eq!(["z1", "z2", "z3"].map(of), [2 * GIB, 3 * GIB, 0]);
+        let requested = Placement { zones: vec!["z1".into()], ..Placement::default() };
+        assert_eq!(chosen(&pools, GIB, &requested), "shared");
+        assert_eq!(chosen(&pools, GIB, &Placement::default()), "nowhere");
     }
 
     #[test]

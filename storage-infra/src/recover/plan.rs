@@ -91,6 +91,7 @@ impl Plan {
                 labels: record.labels.clone(),
                 cordoned: record.cordoned,
                 on_full: record.on_full,
+                hosts: record.hosts.clone(),
             },
             marked: true,
             suspension: None,
@@ -388,6 +389,7 @@ mod tests {
             labels: Labels::new(),
             cordoned: true,
             on_full: infra_api::OnFull::Fail,
+            hosts: infra_api::PoolHosts { names: vec!["a".into()], ..Default::default() },
             revision: 3,
         };
         let dir = PathBuf::from(format!("/{name}"));

@@ -14,6 +14,7 @@ use super::problems::{Failure, Result};
 use crate::audit;
 use crate::catalog::Catalog;
 use crate::metrics::Metrics;
+use crate::placement::Hosts;
 
 /// Events kept for a slow subscriber. A subscriber that lags further must list everything again.
 const EVENTS_KEPT: usize = 1024;
@@ -40,6 +41,7 @@ pub(super) struct Core {
     tasks: TaskTracker,
     metrics: Metrics,
     moves: Notify,
+    hosts: Hosts,
 }
 
 impl Core {
@@ -51,7 +53,18 @@ impl Core {
             tasks: TaskTracker::new(),
             metrics,
             moves: Notify::new(),
+            hosts: Hosts::default(),
         }
+    }
+
+    /// With these configured hosts.
+    pub(super) fn with_hosts(self, hosts: Hosts) -> Self {
+        Self { hosts, ..self }
+    }
+
+    /// The configured hosts.
+    pub(super) fn hosts(&self) -> &Hosts {
+        &self.hosts
     }
 
     pub(super) fn catalog(&self) -> &Catalog {

@@ -1,7 +1,6 @@
 //! Health of the catalog, all pools and all hypervisors.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use infra_api::{Health, HypervisorHealth};
 
@@ -9,9 +8,6 @@ use super::core::Core;
 use super::hypervisors::Hypervisors;
 use super::pools::{PoolCapacity, Precision};
 use super::problems::Result;
-
-/// Timeout for a hypervisor to answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Checks the health of the server.
 pub struct HealthCheck {
@@ -33,11 +29,9 @@ impl HealthCheck {
         }
         let views = self.capacity.views(Precision::Recent).await?;
         let probes = self.hypervisors.iter().map(|(name, hypervisor)| async move {
-            let message = match tokio::time::timeout(TIMEOUT, hypervisor.check()).await {
-                Ok(Ok(())) => None,
-                Ok(Err(error)) => Some(error.to_string()),
-                Err(_) => Some(format!("no answer within {TIMEOUT:?}")),
-            };
+            let checked = self.hypervisors.check(name).await;
+            let message =
+                checked.map_or_else(|failure| Some(failure.0.detail.clone()), |health| health.message);
             self.core.metrics().set_hypervisor(name, message.is_none());
             HypervisorHealth {
                 name: name.clone(),

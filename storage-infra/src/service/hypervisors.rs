@@ -1,7 +1,7 @@
 //! The configured hypervisors by name, with what is shared between their callers.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, join_all};
@@ -9,6 +9,7 @@ use infra_api::{ObjectKind, Problem, ProblemCode};
 use tokio::sync::{Mutex, Notify};
 use tokio_util::sync::CancellationToken;
 
+use super::core::now;
 use super::problems::Result;
 use super::ticker::Ticker;
 use crate::fail_points;
@@ -18,35 +19,90 @@ use crate::lease::Lease;
 /// Last list of attached disks, with the time at which the query started.
 type DiskListing = Mutex<Option<(Instant, Arc<Vec<AttachedDisk>>)>>;
 
+/// Time for a hypervisor to answer a health check.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause before events are followed again.
+const RECONNECT: Duration = Duration::from_secs(2);
+
+/// Whether a hypervisor responds.
+#[derive(Debug, Clone)]
+pub(super) struct Health {
+    /// Why it does not respond.
+    pub(super) message: Option<String>,
+    /// Since when that is so, as far as it was observed, RFC 3339.
+    pub(super) since: String,
+}
+
+impl Health {
+    pub(super) fn is_reachable(&self) -> bool {
+        self.message.is_none()
+    }
+}
+
 /// The configured hypervisors.
 pub(super) struct Hypervisors(BTreeMap<String, Configured>);
 
 struct Configured {
     hypervisor: Arc<dyn Hypervisor>,
-    /// Zone of its virtual machines.
-    zone: Option<String>,
+    health: SyncMutex<Option<Health>>,
+    /// Notified when a domain may have come, of whatever hypervisor.
+    domains: Notify,
     listing: DiskListing,
     /// Triggers the search for unexpected disks.
     search: Notify,
 }
 
 impl Hypervisors {
-    pub(super) fn new(
-        hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
-        mut zones: BTreeMap<String, String>,
-        lease: &Lease,
-    ) -> Self {
+    pub(super) fn new(hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>, lease: &Lease) -> Self {
         let configured = |(name, one)| {
-            let (hypervisor, zone) = (fail_points::hypervisor(one, lease.clone()), zones.remove(&name));
+            let hypervisor = fail_points::hypervisor(one, lease.clone());
             let (listing, search) = (DiskListing::default(), Notify::default());
-            (name, Configured { hypervisor, zone, listing, search })
+            let (health, domains) = (SyncMutex::default(), Notify::default());
+            (name, Configured { hypervisor, health, domains, listing, search })
         };
         Self(hypervisors.into_iter().map(configured).collect())
     }
 
-    /// The zone of a hypervisor's virtual machines, if it is configured.
-    pub(super) fn zone(&self, name: &str) -> Option<&str> {
-        self.0.get(name)?.zone.as_deref()
+    /// Checks whether a hypervisor responds, and since when.
+    pub(super) async fn check(&self, name: &str) -> Result<Health> {
+        let own = self.get(name)?;
+        let message = match tokio::time::timeout(CHECK_TIMEOUT, own.check()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some(format!("no answer within {CHECK_TIMEOUT:?}")),
+        };
+        let now = Health { message, since: now() };
+        let Some(one) = self.0.get(name) else { return Ok(now) };
+        let mut last = one.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = last.as_ref().filter(|last| last.is_reachable() == now.is_reachable());
+        let since = since.map_or(now.since.clone(), |last| last.since.clone());
+        Ok(last.insert(Health { since, ..now }).clone())
+    }
+
+    /// Waits until a domain may have started on a hypervisor.
+    pub(super) async fn domains_changed(&self, name: &str) {
+        match self.0.get(name) {
+            Some(one) => one.domains.notified().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Follows the events of all hypervisors until stopped. An event of one concerns all: a VM that leaves one has come to
+    /// another.
+    pub(super) async fn run_events(&self, stop: &CancellationToken) {
+        let notify = || self.0.values().for_each(|one| one.domains.notify_one());
+        let notify = &notify;
+        let follow = |name| async move {
+            let Ok(own) = self.get(name) else { return };
+            let mut ticker = Ticker::every(RECONNECT, stop.clone());
+            while ticker.tick().await {
+                let ended = tokio::select! { () = stop.cancelled() => return, ended = own.follow_events(notify) => ended };
+                if let Err(error) = ended {
+                    tracing::debug!(hypervisor = name, %error, "cannot follow the events; its VMs are polled");
+                }
+            }
+        };
+        self.for_each(stop, follow).await;
     }
 
     /// A hypervisor. Fails if it is not configured.

@@ -25,7 +25,9 @@
 //! | `moves` | moves of volumes to other pools, drains of pools |
 //! | `suspensions` | suspended volumes and pools, and the nodes paused for them |
 //! | `repair` | recovery at start-up, repair of drift, pool monitor, paused VMs |
-//! | `health` | health of the server |
+//! | `health`, `hosts` | health of the server and its hosts |
+//!
+//! `reach` decides with `crate::placement::Hosts` which VM may have volumes of which pool.
 
 mod attachments;
 mod budgets;
@@ -34,6 +36,7 @@ mod core;
 mod disks;
 mod files;
 mod health;
+mod hosts;
 mod hypervisors;
 mod lookups;
 mod moves;
@@ -41,6 +44,7 @@ mod nodes;
 mod pools;
 mod power;
 mod problems;
+mod reach;
 mod records;
 mod repair;
 mod snapshots;
@@ -60,6 +64,7 @@ use self::core::Core;
 use crate::catalog::Catalog;
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
+use crate::placement::Hosts;
 use attachments::Retries;
 use conditions::Conditions;
 use disks::Disks;
@@ -72,6 +77,7 @@ use repair::Unfinished;
 pub use attachments::{Attachments, Fencing, Progress, UnexpectedDisks, admission};
 pub use budgets::Budgets;
 pub use health::HealthCheck;
+pub use hosts::HostList;
 pub use moves::Moves;
 pub use nodes::Nodes;
 pub use pools::{PoolCapacity, Pools};
@@ -109,21 +115,22 @@ struct Components {
     recovery: Recovery,
     repair: Arc<Repair>,
     health: HealthCheck,
+    hosts: HostList,
 }
 
 impl Service {
-    /// Wires the components to an open catalog, the hypervisors and their zones by name, and the directories besides those of
-    /// pools whose files may be adopted.
+    /// Wires the components to an open catalog, the hypervisors by name with what is known of their hosts, and the directories
+    /// besides those of pools whose files may be adopted.
     pub fn new(
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
-        zones: BTreeMap<String, String>,
+        hosts: Hosts,
         metrics: Metrics,
         file_dirs: Vec<PathBuf>,
     ) -> Self {
-        let hypervisors = Arc::new(Hypervisors::new(hypervisors, zones, catalog.lease()));
+        let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
         let engines = Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()));
-        let core = Arc::new(Core::new(catalog, metrics));
+        let core = Arc::new(Core::new(catalog, metrics).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions.clone()));
@@ -254,7 +261,8 @@ impl Service {
             unfinished,
         ));
         let paused_vms = Arc::new(PausedVms::new(core.clone(), engines, hypervisors.clone(), conditions));
-        let health = HealthCheck::new(core.clone(), capacity.clone(), hypervisors);
+        let health = HealthCheck::new(core.clone(), capacity.clone(), hypervisors.clone());
+        let hosts = HostList::new(core.clone(), capacity.clone(), hypervisors);
         Self(Arc::new(Components {
             budgets: Budgets::new(core.clone()),
             core,
@@ -277,6 +285,7 @@ impl Service {
             recovery,
             repair,
             health,
+            hosts,
         }))
     }
 
@@ -390,6 +399,11 @@ impl Service {
     /// The repair of drift.
     pub fn repair(&self) -> &Arc<Repair> {
         &self.0.repair
+    }
+
+    /// The hosts.
+    pub fn hosts(&self) -> &HostList {
+        &self.0.hosts
     }
 
     /// The health of the server.

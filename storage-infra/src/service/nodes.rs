@@ -1,5 +1,6 @@
 //! Nodes: the VMs that are registered with the server, and their hypervisors.
 
+mod follow;
 mod locate;
 
 use std::sync::Arc;
@@ -14,10 +15,12 @@ use super::disks::{Disks, OffProof};
 use super::hypervisors::Hypervisors;
 use super::power::{PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
+use super::reach::unreached_volumes;
 use crate::audit;
 use crate::catalog::{NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
-use crate::hypervisor::{Hypervisor, Power};
+use crate::hypervisor::{Hypervisor, HypervisorError, Power};
+use crate::placement::Hosts;
 use locate::{Location, Report, locate, moved_to};
 
 /// Timeout for a hypervisor to find a VM.
@@ -89,7 +92,8 @@ impl Nodes {
         let spec = NodeSpec { hypervisor, ..spec };
         let moved = self.has_moved(uuid, &spec, before.as_ref()).await?;
         let seen = before.map(|row| row.spec.hypervisor);
-        let write = Write { uuid, spec, is_named, seen, moved };
+        let hosts = self.core.hosts().clone();
+        let write = Write { uuid, spec, is_named, seen, moved, hosts };
         let change = self.core.catalog().run(move |tx| write.put(tx)).await?;
         self.core.catalog().save_registered().await?;
         if let Some(change) = change {
@@ -183,20 +187,27 @@ impl Nodes {
             return Ok(None);
         };
         let now = NodeRow { uuid, spec: spec.clone() };
-        let state = async |row: &NodeRow| -> Result<NodeState> {
-            let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
-            // Other kinds report every VM as running, which proves nothing.
-            match hypervisor.kind() == LIBVIRT {
-                true => Ok(self.power.node_state(row, &hypervisor.describe(uuid).await?).await?.0),
-                false => Ok(NodeState::Unknown),
-            }
-        };
         // If one cannot be queried, nothing is proven.
-        let (Ok(then), Ok(now)) = (state(before).await, state(&now).await) else {
+        let (Ok(Some(then)), Ok(Some(now))) = (self.state(before).await, self.state(&now).await) else {
             return Ok(None);
         };
         let left = has_no_disks(then) && now == NodeState::Running;
         Ok(left.then(|| before.spec.hypervisor.clone()))
+    }
+
+    /// The state of a node as its libvirt hypervisor reports it, with gone for a VM that migrated away. Other kinds report every
+    /// VM as running, which says nothing.
+    async fn state(&self, row: &NodeRow) -> Result<Option<NodeState>> {
+        let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
+        if hypervisor.kind() != LIBVIRT {
+            return Ok(None);
+        }
+        match tokio::time::timeout(TIMEOUT, hypervisor.describe(row.uuid)).await {
+            Ok(Ok(facts)) => Ok(Some(self.power.node_state(row, &facts).await?.0)),
+            Ok(Err(HypervisorError::Migrated(_))) => Ok(Some(NodeState::Gone)),
+            Ok(Err(error)) => Err(error.into()),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Removes a node. Its disks must be detached, or its hypervisor must confirm that the VM is gone.
@@ -246,6 +257,7 @@ impl Nodes {
 /// What a hypervisor reports about a VM, or why it does not respond in time.
 async fn report(hypervisor: &dyn Hypervisor, uuid: Uuid) -> std::result::Result<Power, String> {
     match tokio::time::timeout(TIMEOUT, hypervisor.find(uuid)).await {
+        Ok(Err(HypervisorError::Migrated(_))) => Ok(Power::Gone),
         Ok(found) => found.map_err(|error| error.to_string()),
         Err(_) => Err(format!("no answer within {TIMEOUT:?}")),
     }
@@ -261,6 +273,7 @@ struct Write {
     seen: Option<String>,
     /// The hypervisor that the VM has left with its disks.
     moved: Option<String>,
+    hosts: Hosts,
 }
 
 impl Write {
@@ -285,10 +298,15 @@ impl Write {
         Ok(Some(Change::Updated))
     }
 
-    /// Whether the node would leave its hypervisor without its disks.
+    /// Whether the node would leave its hypervisor without its disks, or for one that does not reach their pools.
     fn must_keep(&self, before: &str, tx: &Tx<'_>) -> Result<bool> {
-        let leaves = before != self.spec.hypervisor && self.moved.as_deref() != Some(before);
-        Ok(leaves && !tx.attachments(Some(self.uuid), None)?.is_empty())
+        let to = &self.spec.hypervisor;
+        if before == to {
+            return Ok(false);
+        }
+        let without_disks = self.moved.as_deref() != Some(before);
+        Ok(without_disks && !tx.attachments(Some(self.uuid), None)?.is_empty()
+            || !unreached_volumes(tx, &self.hosts, self.uuid, to)?.is_empty())
     }
 
     /// Whether another request has named a hypervisor since this one chose its own.
@@ -306,7 +324,7 @@ fn still_paused(uuid: Uuid) -> Failure {
 fn has_disks(uuid: Uuid, before: &NodeSpec, spec: &NodeSpec) -> Failure {
     let detail = format!(
         "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves, or migrate the VM with its disks and \
-         register it once it runs on {}",
+         register it once it runs on {}, which must reach the pools of its volumes",
         before.name, before.hypervisor, spec.hypervisor
     );
     Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Node, uuid).into()

@@ -114,6 +114,7 @@ impl From<HypervisorError> for Failure {
             HypervisorError::Full(_) => ProblemCode::TooManyDisks,
             HypervisorError::NotActive(_)
             | HypervisorError::Refused(_)
+            | HypervisorError::Migrated(_)
             | HypervisorError::Unreachable(_)
             | HypervisorError::Uncertain(_) => ProblemCode::Unavailable,
         };

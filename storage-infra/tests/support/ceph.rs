@@ -144,6 +144,7 @@ impl Ceph {
             labels: infra_api::Labels::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         }
     }
 }

@@ -26,26 +26,39 @@ pub const HOST: Uuid = Uuid::from_u128(0x0ff0_0000_1111_4222_8333_4444_5555_6666
 /// The daemon, stopped on drop.
 pub struct Libvirtd {
     dir: tempfile::TempDir,
+    /// Arguments and lines of its configuration by which it also serves TLS.
+    tls: Option<Tls>,
     child: Child,
     domains: Vec<Uuid>,
 }
 
 impl Libvirtd {
     pub fn start() -> Self {
+        Self::start_on(HOST, None)
+    }
+
+    /// Starts a daemon that reports this host, and also serves TLS.
+    pub fn start_on(host: Uuid, tls: Option<Tls>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         for (host, own) in PRIVATE {
             fs::create_dir_all(host).unwrap();
             fs::create_dir_all(dir.path().join(own)).unwrap();
         }
         fs::write(dir.path().join("etc/qemu.conf"), QEMU_CONF).unwrap();
-        let child = run(dir.path(), HOST);
-        let daemon = Self { dir, child, domains: Vec::new() };
+        let child = run(dir.path(), host, tls.as_ref());
+        let daemon = Self { dir, tls, child, domains: Vec::new() };
         daemon.answers();
         daemon
     }
 
     pub fn uri(&self) -> String {
         format!("qemu+unix:///system?socket={}", self.path("libvirt-sock").display())
+    }
+
+    /// URI of the TLS port, for a client with the certificates in this directory.
+    pub fn tls_uri(&self, certificates: &Path) -> String {
+        let port = self.tls.as_ref().unwrap().port;
+        format!("qemu+tls://127.0.0.1:{port}/system?pkipath={}", certificates.display())
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -108,6 +121,27 @@ impl Libvirtd {
         self.virsh(&["attach-device", &node.to_string(), text(&path), "--live"]);
     }
 
+    /// Migrates a running domain to another daemon, which looks after it from then on.
+    pub fn migrate(&mut self, domain: Uuid, to: &mut Self, arguments: &[&str]) {
+        // The hosts of the test are one machine: libvirt cannot know that their directories are shared.
+        let fixed = ["migrate", "--live", "--persistent", "--unsafe", "--migrateuri", "tcp://127.0.0.1"];
+        let (name, uri) = (domain.to_string(), to.uri());
+        self.virsh(&[&fixed, arguments, &[name.as_str(), uri.as_str()]].concat());
+        self.domains.retain(|one| *one != domain);
+        to.domains.push(domain);
+    }
+
+    /// Writes to the disk of a domain with this serial through its QEMU, as the VM would.
+    pub fn write(&self, domain: Uuid, serial: Uuid, pattern: u8, at: u64) {
+        let name = domain.to_string();
+        let xml = self.virsh(&["dumpxml", &name]);
+        let disk = xml.split("<disk ").find(|disk| disk.contains(&serial.to_string())).unwrap();
+        let alias = disk.split("<alias name='").nth(1).unwrap().split('\'').next().unwrap();
+        let command = format!("qemu-io -d {alias} \"write -P {pattern} {at} 4096\"");
+        let output = self.virsh(&["qemu-monitor-command", "--hmp", &name, &command]);
+        assert!(output.is_empty() || output.contains("wrote 4096/4096"), "{output}");
+    }
+
     /// Whether a domain's live state has a disk with this serial.
     pub fn has(&self, node: Uuid, serial: Uuid) -> bool {
         let active = self.virsh(&["domstate", &node.to_string()]) != "shut off";
@@ -117,7 +151,7 @@ impl Libvirtd {
     /// Restarts the daemon with this host UUID. Domains keep running.
     pub fn restart(&mut self, host: Uuid) {
         self.end();
-        self.child = run(self.dir.path(), host);
+        self.child = run(self.dir.path(), host, self.tls.as_ref());
         self.answers();
     }
 
@@ -130,7 +164,7 @@ impl Libvirtd {
                 fs::remove_file(path).unwrap();
             }
         }
-        self.child = run(self.dir.path(), HOST);
+        self.child = run(self.dir.path(), HOST, self.tls.as_ref());
         self.answers();
     }
 
@@ -159,19 +193,40 @@ pub fn processes(domain: Uuid) -> Vec<String> {
     found
 }
 
-fn run(dir: &Path, host: Uuid) -> Child {
-    let config = format!(
+/// The TLS port of a daemon.
+pub struct Tls {
+    pub port: u16,
+    /// Directory with `ca.crt`, `server.crt` and `server.key`.
+    pub certificates: PathBuf,
+}
+
+impl Tls {
+    fn config(&self) -> String {
+        let dir = self.certificates.display();
+        format!(
+            "listen_tls = 1\nlisten_tcp = 0\nlisten_addr = \"127.0.0.1\"\ntls_port = \"{}\"\nca_file = \"{dir}/ca.crt\"\n\
+             cert_file = \"{dir}/server.crt\"\nkey_file = \"{dir}/server.key\"\n",
+            self.port
+        )
+    }
+}
+
+fn run(dir: &Path, host: Uuid, tls: Option<&Tls>) -> Child {
+    let mut config = format!(
         "unix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n\
          host_uuid = \"{host}\"\n",
         dir.display()
     );
+    config.extend(tls.map(Tls::config));
     fs::write(dir.join("etc/libvirtd.conf"), config).unwrap();
     let mut script = String::from("set -e\n");
     for (host, own) in PRIVATE {
         script.push_str(&format!("mount --bind '{}' {host}\n", dir.join(own).display()));
     }
-    script
-        .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
+    let listen = tls.map_or("", |_| "--listen");
+    script.push_str(&format!(
+        "exec libvirtd {listen} --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n"
+    ));
     let log = fs::File::options().create(true).append(true).open(dir.join("libvirtd.log")).unwrap();
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "slave", "/bin/sh", "-c", &script]);

@@ -357,6 +357,7 @@ impl Site {
             labels: Labels::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         }
     }
 }

@@ -11,9 +11,9 @@ use super::error::Result;
 use crate::account::Account;
 use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
 use crate::model::{
-    Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Drain, DrainSpec, Health, List,
-    MoveSpec, Node, NodeSpec, Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec, Volume,
-    VolumeSize, VolumeSpec,
+    Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Drain, DrainSpec, Health, Host,
+    List, MoveSpec, Node, NodeSpec, Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec,
+    Volume, VolumeSize, VolumeSpec,
 };
 use crate::problem::ObjectKind;
 
@@ -203,6 +203,11 @@ impl Client {
     /// from one that is shut off. Fails with `in-use` while the hypervisor itself has a managed save image.
     pub async fn discard_saved_state(&self, uuid: Uuid) -> Result<()> {
         self.delete(&format!("/v1/nodes/{uuid}/saved-state")).await
+    }
+
+    /// Lists the hosts, with their health.
+    pub async fn list_hosts(&self) -> Result<Vec<Host>> {
+        Ok(self.get::<List<Host>>("/v1/hosts", &[]).await?.items)
     }
 
     /// Declares that a hypervisor moved to another host and that nothing runs on the previous host.

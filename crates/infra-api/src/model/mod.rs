@@ -5,6 +5,7 @@ mod budgets;
 mod capacity;
 mod events;
 mod health;
+mod hosts;
 mod labels;
 mod list;
 mod moves;
@@ -20,6 +21,7 @@ pub use budgets::{Budget, BudgetExcess, BudgetLimit, BudgetSpec, ClassLimits, Cl
 pub use capacity::{Capacity, CapacityQuery};
 pub use events::{Change, Event, EventKind};
 pub use health::{Health, HypervisorHealth};
+pub use hosts::{Host, PoolHosts};
 pub use labels::Labels;
 pub use list::List;
 pub use moves::{Drain, DrainSpec, Move, MovePhase, MoveSpec, Undrained};

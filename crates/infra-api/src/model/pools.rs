@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::hosts::PoolHosts;
 use super::labels::Labels;
 use super::suspensions::Suspension;
 use crate::ids::PoolName;
@@ -71,6 +72,9 @@ pub struct PoolSpec {
     /// on.
     #[serde(default)]
     pub on_full: OnFull,
+    /// The hosts that reach the pool. Disks of its volumes are attached only to virtual machines on these hosts.
+    #[serde(default, skip_serializing_if = "PoolHosts::is_all")]
+    pub hosts: PoolHosts,
 }
 
 /// How a Ceph pool keeps its data.
@@ -107,6 +111,15 @@ pub struct Pool {
     /// What happens when a virtual machine writes while the pool is full.
     #[serde(default)]
     pub on_full: OnFull,
+    /// The hosts that reach the pool, as they were requested.
+    #[serde(default, skip_serializing_if = "PoolHosts::is_all")]
+    pub hosts: PoolHosts,
+    /// Names of the configured hosts that reach the pool.
+    #[serde(default)]
+    pub reached_by: Vec<String>,
+    /// Zones that can reach the pool: that of its label [`crate::ZONE_LABEL`], or else those of its hosts. Empty: every zone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zones: Vec<String>,
     /// Whether the filesystem is so full that writes to the pool's volumes fail or stall.
     #[serde(default)]
     pub full: bool,
@@ -133,4 +146,12 @@ pub struct Pool {
     /// changes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unknown_files: Vec<String>,
+}
+
+impl Pool {
+    /// Zones that can reach the pool; empty if every zone can. Servers of earlier versions report only the label.
+    pub fn reachable_zones(&self) -> Vec<&str> {
+        let label = self.labels.get(crate::ZONE_LABEL).filter(|_| self.zones.is_empty());
+        self.zones.iter().chain(label).map(String::as_str).collect()
+    }
 }

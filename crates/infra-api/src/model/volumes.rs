@@ -248,9 +248,12 @@ pub struct Volume {
     /// Bytes copied so far, while the volume is being copied because the pools share no reflinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copied_bytes: Option<u64>,
-    /// The zone that can reach the volume; absent if every zone can.
+    /// The zone that can reach the volume; absent if several or every zone can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
+    /// The zones that can reach the volume; empty if every zone can.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zones: Vec<String>,
     /// Content source at creation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<VolumeSource>,
@@ -281,4 +284,12 @@ pub struct Volume {
     /// UUIDs of the nodes with an attachment of the volume, in any state.
     #[serde(default)]
     pub attached_to: Vec<Uuid>,
+}
+
+impl Volume {
+    /// Zones that can reach the volume; empty if every zone can. Servers of earlier versions report at most one.
+    pub fn reachable_zones(&self) -> Vec<&str> {
+        let only = self.zone.as_ref().filter(|_| self.zones.is_empty());
+        self.zones.iter().chain(only).map(String::as_str).collect()
+    }
 }

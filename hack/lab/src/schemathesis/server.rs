@@ -106,6 +106,7 @@ impl Server {
             labels: Labels::from([("kind".to_owned(), "ssd".to_owned())]),
             cordoned: false,
             on_full: OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         client.put_pool(&"pool".parse()?, &spec).await?;
         for number in 1..=2 {

@@ -27,6 +27,7 @@ impl From<ClientError> for CreateError {
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::NotActive
             | ProblemCode::ReadOnly
@@ -51,6 +52,7 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::NotActive
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -72,6 +74,7 @@ impl From<ClientError> for SnapshotError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::NotActive
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -94,6 +97,7 @@ impl From<ClientError> for ExpandError {
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::NotActive
+            | ProblemCode::NotReachable
             | ProblemCode::ReadOnly
             | ProblemCode::Forbidden
             | ProblemCode::Unavailable
@@ -115,6 +119,7 @@ impl From<ClientError> for LimitError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::NotActive
             | ProblemCode::ReadOnly
@@ -137,6 +142,7 @@ impl From<ClientError> for ReadError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::NotActive
             | ProblemCode::ReadOnly
@@ -169,6 +175,7 @@ impl From<ClientError> for RegisterError {
             | ProblemCode::OverBudget
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
+            | ProblemCode::NotReachable
             | ProblemCode::Suspended
             | ProblemCode::NotActive
             | ProblemCode::ReadOnly
@@ -192,6 +199,7 @@ impl From<ClientError> for AttachError {
             (ProblemCode::Ended, _) => Self::IdDeleted(Message::of(problem)),
             (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(Message::of(problem)),
             (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(Message::of(problem)),
+            (ProblemCode::NotReachable, _) => Self::NotReachable(Message::of(problem)),
             (ProblemCode::Suspended, _) => Self::Suspended(Message::of(problem)),
             (ProblemCode::Invalid, _) => Self::Invalid(Message::of(problem)),
             (
@@ -244,7 +252,7 @@ mod tests {
         ClientError::Problem { call: "PUT /v1/x".into(), problem: Box::new(Problem::new(code, "text")) }
     }
 
-    const CODES: [ProblemCode; 14] = [
+    const CODES: [ProblemCode; 15] = [
         ProblemCode::Invalid,
         ProblemCode::NotFound,
         ProblemCode::Exists,
@@ -254,6 +262,7 @@ mod tests {
         ProblemCode::OverBudget,
         ProblemCode::NodeNotRunning,
         ProblemCode::TooManyDisks,
+        ProblemCode::NotReachable,
         ProblemCode::Suspended,
         ProblemCode::Unavailable,
         ProblemCode::NotActive,

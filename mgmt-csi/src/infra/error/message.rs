@@ -153,6 +153,9 @@ fn for_guest(problem: &Problem) -> String {
         ProblemCode::InUse => "the volume is attached to a VM; detach it there first",
         ProblemCode::NodeNotRunning => "the VM is not running",
         ProblemCode::TooManyDisks => "the VM has no free slot for another disk",
+        ProblemCode::NotReachable => {
+            "the host of the VM does not reach the storage that has the volume; run the pod in another zone or VM"
+        }
         ProblemCode::Suspended => "the platform team suspended the volume",
         ProblemCode::Unavailable => "the storage infra is unavailable or still works on it",
         ProblemCode::NotActive => "no server of the storage infra is active at present",
@@ -217,6 +220,7 @@ mod tests {
             ProblemCode::OutOfSpace,
             ProblemCode::NodeNotRunning,
             ProblemCode::TooManyDisks,
+            ProblemCode::NotReachable,
             ProblemCode::Suspended,
             ProblemCode::Unavailable,
             ProblemCode::NotActive,

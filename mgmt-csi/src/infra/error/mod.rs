@@ -286,6 +286,9 @@ pub enum AttachError {
     /// The VM has the maximum number of disks.
     #[error("{0}")]
     TooManyDisks(Message),
+    /// The host of the VM does not reach the pool of the volume.
+    #[error("{0}")]
+    NotReachable(Message),
     /// The volume or its pool is suspended.
     #[error("{0}")]
     Suspended(Message),
@@ -323,6 +326,7 @@ impl AttachError {
             | Self::IdDeleted(text)
             | Self::NodeNotRunning(text)
             | Self::TooManyDisks(text)
+            | Self::NotReachable(text)
             | Self::Suspended(text)
             | Self::Invalid(text) => text,
             Self::Indeterminate(inner) => inner.message(),

@@ -47,12 +47,19 @@ fn table(read: &Read) -> Markup {
     }
 }
 
+fn zones(pool: &infra_api::Pool) -> String {
+    match pool.reachable_zones() {
+        zones if zones.is_empty() => "all".to_owned(),
+        zones => zones.join(", "),
+    }
+}
+
 fn row(pool: &infra_api::Pool) -> Markup {
     let verdict = decide(pool);
     html! {
         tr {
             th scope="row" { code { (safe(pool.name.as_ref())) } }
-            td { (safe(pool.labels.get(infra_api::ZONE_LABEL).map_or("all", |zone| zone))) }
+            td { (safe(&zones(pool))) }
             (fill("used", pool.used_bytes, pool.capacity_bytes))
             (fill("reserved", pool.reserved_bytes, pool.capacity_bytes))
             td.number { (size(pool.free_bytes)) }

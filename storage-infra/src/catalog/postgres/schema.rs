@@ -6,7 +6,7 @@ use crate::catalog::db::{Db, Result as DbResult};
 use crate::catalog::{CatalogError, Result};
 
 /// Version of the schema in the file.
-pub(in crate::catalog) const FIRST_VERSION: usize = 13;
+pub(in crate::catalog) const FIRST_VERSION: usize = 14;
 const FIRST: &str = include_str!("schema.sql");
 /// Migrations from there. The SQL of released entries is never changed.
 pub(in crate::catalog) const MIGRATIONS: &[&str] = &[];

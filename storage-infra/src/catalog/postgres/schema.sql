@@ -1,4 +1,4 @@
--- The catalog's schema in PostgreSQL at version 13: the same tables, constraints, indexes and triggers as in SQLite.
+-- The catalog's schema in PostgreSQL at version 14: the same tables, constraints, indexes and triggers as in SQLite.
 -- Later versions are migrations. Text is compared by bytes, as in SQLite.
 
 CREATE TABLE schema_version (
@@ -20,7 +20,9 @@ CREATE TABLE pools (
     -- Behaviour of a VM that writes while the pool is full.
     on_full   TEXT COLLATE "C" NOT NULL DEFAULT 'pause' CHECK (on_full IN ('pause', 'fail')),
     -- On-disk records are newer than the catalog. It is never cleared.
-    behind    BOOLEAN NOT NULL DEFAULT FALSE
+    behind    BOOLEAN NOT NULL DEFAULT FALSE,
+    -- The hosts that reach the pool, as JSON.
+    hosts     TEXT COLLATE "C" NOT NULL DEFAULT '{}'
 );
 
 CREATE TABLE volumes (
@@ -390,4 +392,4 @@ END $$;
 CREATE TRIGGER count_move AFTER INSERT OR DELETE OR UPDATE OF pool, reserved ON moves
     FOR EACH ROW EXECUTE FUNCTION count_move();
 
-INSERT INTO schema_version VALUES (0, 13);
+INSERT INTO schema_version VALUES (0, 14);

@@ -6,8 +6,9 @@ use std::str::FromStr;
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
-use infra_api::{Client, EngineKind, Labels, OnFull, PoolName, PoolSpec, ZONE_LABEL};
+use infra_api::{Client, EngineKind, Labels, OnFull, PoolHosts, PoolName, PoolSpec, ZONE_LABEL};
 
+use super::pools::hosts;
 use super::{ClientArgs, label};
 use crate::cli::output::{self, Format, Row};
 use crate::cli::size::show;
@@ -86,6 +87,9 @@ pub(in crate::cli) struct InitArgs {
     /// Name of the pool. Several disks become the pools NAME-1, NAME-2 and so on.
     #[arg(long)]
     name: String,
+    /// Hosts that reach the pools, as for `pool add`. Default: all.
+    #[arg(long, value_name = "all|HOST|KEY=VALUE,...", value_parser = hosts, default_value = "all")]
+    hosts: PoolHosts,
     /// Zone that can reach the pool: its label topology.kubernetes.io/zone.
     #[arg(long)]
     zone: Option<String>,
@@ -123,7 +127,14 @@ impl InitArgs {
         let zone = self.zone.iter().map(|zone| (ZONE_LABEL.to_owned(), zone.clone()));
         let labels: Labels = self.labels.iter().cloned().chain(zone).collect();
         let path = pool.path().display().to_string();
-        PoolSpec { engine: EngineKind::File, path, labels, cordoned: false, on_full: OnFull::default() }
+        PoolSpec {
+            engine: EngineKind::File,
+            path,
+            labels,
+            cordoned: false,
+            on_full: OnFull::default(),
+            hosts: self.hosts.clone(),
+        }
     }
 
     async fn register(&self, server: &Client, pool: &NewPool) -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! Hypervisor commands.
+//! Host and hypervisor commands.
 
 use clap::Subcommand;
 
@@ -15,6 +15,23 @@ pub(in crate::cli) enum HypervisorCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Host commands.
+#[derive(Debug, Subcommand)]
+pub(in crate::cli) enum HostCommand {
+    /// List the hosts, which are the server's hypervisors, with their health and the pools that they reach.
+    List {
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// Runs a host command.
+pub(super) async fn run_host(command: HostCommand) -> anyhow::Result<()> {
+    match command {
+        HostCommand::List { client } => output::many(client.output, &client.connect()?.list_hosts().await?),
+    }
 }
 
 /// Runs a hypervisor command.

@@ -82,6 +82,11 @@ pub(super) enum ClientCommand {
         #[command(subcommand)]
         command: nodes::NodeCommand,
     },
+    /// Show the hosts that run virtual machines.
+    Host {
+        #[command(subcommand)]
+        command: hypervisors::HostCommand,
+    },
     /// Manage hypervisors.
     Hypervisor {
         #[command(subcommand)]
@@ -132,6 +137,7 @@ pub(super) async fn run(command: ClientCommand) -> anyhow::Result<()> {
         ClientCommand::Volume { command } => volumes::run(command).await,
         ClientCommand::Snapshot { command } => snapshots::run(command).await,
         ClientCommand::Node { command } => nodes::run(command).await,
+        ClientCommand::Host { command } => hypervisors::run_host(command).await,
         ClientCommand::Hypervisor { command } => hypervisors::run(command).await,
         ClientCommand::Attachment { command } => attachments::run(command).await,
         ClientCommand::Budget { command } => budgets::run(command).await,

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
+use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolHosts, PoolName, PoolSpec};
 
 use super::disks::{self, DiscoverArgs, InitArgs};
 use super::moves::{self, DrainArgs};
@@ -14,7 +14,7 @@ use crate::engine::RbdLocation;
 /// Pool commands.
 #[derive(Debug, Subcommand)]
 pub(in crate::cli) enum PoolCommand {
-    /// Register a directory or a Ceph pool as a pool, or change a pool's labels and --on-full.
+    /// Register a directory or a Ceph pool as a pool, or change a pool's labels, --hosts and --on-full.
     Add {
         /// Name of the pool.
         name: PoolName,
@@ -34,6 +34,11 @@ pub(in crate::cli) enum PoolCommand {
         /// `fail` the write. Default: unchanged; `pause` for a new pool.
         #[arg(long, value_name = "pause|fail", value_parser = on_full)]
         on_full: Option<OnFull>,
+        /// Hosts that reach the pool: `all`, or names of the server's --hypervisor flags and labels of its
+        /// --hypervisor-label flags, separated by commas. Hosts with all of these labels reach it. Default: unchanged; `all`
+        /// for a new pool.
+        #[arg(long, value_name = "all|HOST|KEY=VALUE,...", value_parser = hosts)]
+        hosts: Option<PoolHosts>,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -102,6 +107,16 @@ pub(in crate::cli) enum PoolCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Change which hosts reach a pool. Refused while the pool has volumes that are attached on another host.
+    Hosts {
+        /// Name of the pool.
+        name: PoolName,
+        /// `all`, or names and labels of hosts, separated by commas.
+        #[arg(value_name = "all|HOST|KEY=VALUE,...", value_parser = hosts)]
+        hosts: PoolHosts,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Unregister a pool that has no volumes and snapshots. Its directory remains.
     Remove {
         /// Name of the pool.
@@ -159,6 +174,21 @@ fn engine(text: &str) -> Result<EngineKind, String> {
         .ok_or_else(|| "must be file or rbd".to_owned())
 }
 
+/// `all`, or names and labels of hosts, separated by commas.
+pub(super) fn hosts(text: &str) -> Result<PoolHosts, String> {
+    let mut hosts = PoolHosts::default();
+    for part in text.split(',').filter(|_| text != "all") {
+        match part.split_once('=') {
+            Some((key, value)) if !key.is_empty() => {
+                hosts.labels.insert(key.to_owned(), value.to_owned());
+            }
+            None if !part.is_empty() && part != "all" => hosts.names.push(part.to_owned()),
+            _ => return Err("must be all, or HOST and KEY=VALUE, separated by commas".to_owned()),
+        }
+    }
+    Ok(hosts)
+}
+
 /// A label to set, or to remove.
 type LabelChange = (String, Option<String>);
 
@@ -190,8 +220,8 @@ async fn change(
     change: impl FnOnce(&mut PoolSpec),
 ) -> anyhow::Result<()> {
     let server = client.connect()?;
-    let Pool { engine, path, labels, cordoned, on_full, .. } = find_pool(&server, name).await?;
-    let mut spec = PoolSpec { engine, path, labels, cordoned, on_full };
+    let Pool { engine, path, labels, cordoned, on_full, hosts, .. } = find_pool(&server, name).await?;
+    let mut spec = PoolSpec { engine, path, labels, cordoned, on_full, hosts };
     change(&mut spec);
     output::one(client.output, &server.put_pool(name, &spec).await?)
 }
@@ -223,15 +253,16 @@ async fn remove(client: &ClientArgs, name: &PoolName, keep_unknown_files: bool) 
 /// Runs a pool command.
 pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
     match command {
-        PoolCommand::Add { name, engine, path, ceph, labels, on_full, client } => {
+        PoolCommand::Add { name, engine, path, ceph, labels, on_full, hosts, client } => {
             let path = pool_path(engine, path, ceph)?;
             let server = client.connect()?;
             // `pool add` of an existing pool changes its labels and keeps whether it is cordoned.
             let before = server.get_pool(&name).await?;
             let cordoned = before.as_ref().is_some_and(|pool| pool.cordoned);
-            let on_full = on_full.or(before.map(|pool| pool.on_full)).unwrap_or_default();
+            let on_full = on_full.or(before.as_ref().map(|pool| pool.on_full)).unwrap_or_default();
+            let hosts = hosts.or(before.map(|pool| pool.hosts)).unwrap_or_default();
             let labels: Labels = labels.into_iter().collect();
-            let spec = PoolSpec { engine, path, labels, cordoned, on_full };
+            let spec = PoolSpec { engine, path, labels, cordoned, on_full, hosts };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
         PoolCommand::Discover(args) => disks::discover(&args),
@@ -249,6 +280,7 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
         PoolCommand::Label { name, changes, client } => {
             change(&client, &name, |pool| relabel(&mut pool.labels, changes)).await
         }
+        PoolCommand::Hosts { name, hosts, client } => change(&client, &name, |pool| pool.hosts = hosts).await,
         PoolCommand::Drain(args) => moves::drain(args).await,
         PoolCommand::Suspend { name, suspension, client } => {
             output::one(client.output, &client.connect()?.suspend_pool(&name, &suspension.into()).await?)
@@ -266,6 +298,18 @@ pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hosts_are_named_or_labelled_or_all() {
+        assert!(hosts("all").unwrap().is_all());
+        let some = hosts("kvm-1,nfs=yes,kvm-2").unwrap();
+        assert_eq!(some.names, ["kvm-1", "kvm-2"]);
+        assert_eq!(some.labels, Labels::from([("nfs".into(), "yes".into())]));
+        assert_eq!(some.to_string(), "kvm-1,kvm-2,nfs=yes");
+        for bad in ["", "a,,b", "=x", "a,all"] {
+            assert!(hosts(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn labels_are_set_and_removed() {

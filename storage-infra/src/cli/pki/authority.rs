@@ -71,7 +71,8 @@ impl Authority {
         if let Some(account) = subject.account {
             leaf.distinguished_name.push(second_organization(), account_organization(account));
         }
-        leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        // libvirt refuses certificates without key encipherment, whatever their key is.
+        leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         leaf.extended_key_usages = vec![match subject.role {
             Some(_) => ExtendedKeyUsagePurpose::ClientAuth,
             None => ExtendedKeyUsagePurpose::ServerAuth,

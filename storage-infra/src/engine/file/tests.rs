@@ -20,6 +20,7 @@ fn pool() -> Record {
         labels: Labels::new(),
         cordoned: false,
         on_full: infra_api::OnFull::default(),
+        hosts: infra_api::PoolHosts::default(),
         revision: 3,
     })
 }

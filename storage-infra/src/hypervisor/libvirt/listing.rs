@@ -42,6 +42,15 @@ impl Session {
         Ok(found)
     }
 
+    /// Lists the active domains.
+    pub(super) fn running(&self) -> Result<HashSet<Uuid>> {
+        let domains = self
+            .connection
+            .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE)
+            .map_err(|e| self.error("list the active domains", &e))?;
+        Ok(domains.iter().filter_map(|domain| domain.uuid().ok()).collect())
+    }
+
     /// Lists the files and images that active domains have attached as disks, from their live XML.
     pub(super) fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
         let mut found = Vec::new();

@@ -15,7 +15,7 @@ mod session;
 mod virsh;
 mod xml;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,14 @@ impl Hypervisor for Libvirt {
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         let nodes = nodes.to_vec();
         self.with(move |session| session.describe_all(&nodes)).await
+    }
+
+    async fn running(&self) -> Result<HashSet<Uuid>> {
+        self.with(Session::running).await
+    }
+
+    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+        virsh::events(&self.uri, changed).await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {

@@ -162,7 +162,7 @@ impl Session {
         match (domain.has_managed_save(0), domain.state()) {
             (Ok(managed), Ok((_, reason))) => match inactive_power(managed, &reason) {
                 Some(power) => Ok(Snapshot::inactive(power)),
-                None => Err(HypervisorError::Uncertain(format!(
+                None => Err(HypervisorError::Migrated(format!(
                     "libvirt at {}: the domain {node} has migrated to another host with its disks; register the node with the \
                      hypervisor that runs it now",
                     self.uri

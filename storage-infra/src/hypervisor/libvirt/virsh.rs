@@ -1,5 +1,5 @@
 //! `virsh` calls, for libvirt functions that the Rust binding lacks: throttling an attached disk (`blkdeviotune`) and
-//! reading which disks failed (`domblkerror`).
+//! reading which disks failed (`domblkerror`), and events (`event`).
 //!
 //! Updating the device, which the binding supports, cannot replace `blkdeviotune`: libvirt 9.0 rejects it with "cannot
 //! modify field 'blkdeviotune total_bytes_sec' of the disk".
@@ -8,11 +8,15 @@ use std::io::Write;
 use std::process::Stdio;
 
 use infra_api::Qos;
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use uuid::Uuid;
 
 use super::xml::secret_xml;
 use crate::hypervisor::{CephClient, HypervisorError, Result};
+
+/// How long one `virsh event` runs.
+const EVENTS_SECONDS: &str = "300";
 
 /// Arguments of `virsh blkdeviotune`. Both limits are always passed: 0 removes a limit.
 fn throttle_arguments(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Vec<String> {
@@ -41,6 +45,33 @@ pub(super) async fn virsh(uri: &str, action: &str, arguments: &[String]) -> Resu
     }
     let text = String::from_utf8_lossy(&output.stderr);
     Err(HypervisorError::Uncertain(format!("libvirt at {uri}: cannot {action}: {}", text.trim())))
+}
+
+/// Calls back at every line that `virsh event` prints, which is one per change of a domain's lifecycle. Returns when virsh ends,
+/// which it does after a while, because it may not notice that the daemon was restarted.
+pub(super) async fn events(uri: &str, changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+    let lost = |why: String| {
+        HypervisorError::Unreachable(format!(
+            "libvirt at {uri}: cannot follow the events of its domains: {why}"
+        ))
+    };
+    let mut child = Command::new("virsh")
+        .args(["--quiet", "--keepalive-interval", "5", "--keepalive-count", "3", "--connect", uri])
+        .args(["event", "--event", "lifecycle", "--loop", "--timeout", EVENTS_SECONDS])
+        .env("LC_ALL", "C")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|error| lost(format!("cannot run virsh (package libvirt-clients): {error}")))?;
+    let output = child.stdout.take().ok_or_else(|| lost("virsh has no output".to_owned()))?;
+    let mut lines = BufReader::new(output).lines();
+    while let Some(line) = lines.next_line().await.map_err(|error| lost(error.to_string()))? {
+        tracing::debug!(uri, line, "an event of libvirt");
+        changed();
+    }
+    child.wait().await.map(drop).map_err(|error| lost(error.to_string()))
 }
 
 /// Applies QoS limits to an attached disk, by its libvirt target name.

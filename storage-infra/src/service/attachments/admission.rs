@@ -7,9 +7,11 @@ use infra_api::{
 };
 
 use crate::catalog::{AttachmentRow, Blank, Hold, NodeRow, Tx, VolumeRow};
+use crate::placement::Hosts;
 use crate::service::core::{now, seconds};
-use crate::service::lookups::node_refs;
+use crate::service::lookups::{node_refs, pool_of};
 use crate::service::problems::{Failure, Result};
+use crate::service::reach;
 
 /// A request for an attachment.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +35,8 @@ pub struct Facts {
     pub volume: Option<VolumeRow>,
     /// The node.
     pub node: Option<NodeRow>,
+    /// Why the host of the node does not reach the pool of the volume.
+    pub unreached: Option<String>,
     /// Objects that are being copied block by block from the volume.
     pub copies: Vec<String>,
     /// The operation that holds the volume.
@@ -129,6 +133,9 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
         );
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
+    if let Some(why) = &facts.unreached {
+        return Err(reach::problem(&spec.volume, why.clone()).into());
+    }
     if let Some(hold) = facts.hold.as_ref().filter(|hold| !hold.allows_attaching(spec.read_only)) {
         let detail = format!("the volume {} {hold}", volume.id);
         return Err(about_volume(hold.code(ProblemCode::Unavailable), detail).into());
@@ -177,15 +184,21 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
 }
 
 /// Decides on a request and writes the outcome.
-pub(super) fn admit_and_write(tx: &Tx<'_>, request: AttachRequest<'_>) -> Result<Admission> {
+pub(super) fn admit_and_write(tx: &Tx<'_>, hosts: &Hosts, request: AttachRequest<'_>) -> Result<Admission> {
     let AttachRequest { id, spec, .. } = request;
     let mut others = tx.attachments(None, Some(&spec.volume))?;
     others.retain(|other| other.id != *id);
+    let (volume, node) = (tx.volume(&spec.volume)?, tx.node(spec.node)?);
+    let unreached = match volume.as_ref().zip(node.as_ref()) {
+        Some((volume, node)) => reach::unreached(hosts, &volume.id, &pool_of(tx, volume)?, node),
+        None => None,
+    };
     let facts = Facts {
         row: tx.attachment(id)?,
         ended: tx.is_attachment_ended(id)?,
-        volume: tx.volume(&spec.volume)?,
-        node: tx.node(spec.node)?,
+        volume,
+        node,
+        unreached,
         copies: if spec.read_only { Vec::new() } else { tx.copies_of(&spec.volume)? },
         hold: tx.hold(&spec.volume)?,
         other_nodes: node_refs(tx, &others)?,

@@ -22,7 +22,7 @@ impl Attachments {
         if let Trigger::Request(spec, _) = &trigger {
             self.unexpected_disks.refuse(&spec.volume, Some(spec.node)).await?;
         }
-        let key = id.clone();
+        let (key, hosts) = (id.clone(), self.core.hosts().clone());
         let admitted = self
             .core
             .catalog()
@@ -30,7 +30,7 @@ impl Attachments {
                 Ok(match trigger {
                     Trigger::Request(spec, replaces) => {
                         let request = AttachRequest { id: &key, spec: &spec, replaces: replaces.as_ref() };
-                        Some(admit_and_write(tx, request)?)
+                        Some(admit_and_write(tx, &hosts, request)?)
                     }
                     Trigger::Catalog => tx.attachment(&key)?.map(Admission::Exists),
                 })

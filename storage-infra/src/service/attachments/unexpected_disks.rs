@@ -287,7 +287,14 @@ mod tests {
         };
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
         let on_full = infra_api::OnFull::default();
-        let spec = PoolSpec { engine, path, labels: Labels::new(), cordoned: false, on_full };
+        let spec = PoolSpec {
+            engine,
+            path,
+            labels: Labels::new(),
+            cordoned: false,
+            on_full,
+            hosts: infra_api::PoolHosts::default(),
+        };
         let pool = PoolRow {
             name: PoolName::new("p").unwrap(),
             uuid: Uuid::from_u128(1),

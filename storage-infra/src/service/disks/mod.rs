@@ -14,10 +14,11 @@ use super::lookups::pool_of;
 use super::pools::Engines;
 use super::power::PowerStates;
 use super::problems::{Failure, Result};
+use super::reach;
 use super::records::Records;
 use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::Object;
-use crate::hypervisor::{DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power};
+use crate::hypervisor::{DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power, Presence};
 use context::describe;
 
 pub(super) use context::AttachmentContext;
@@ -67,6 +68,10 @@ impl Disks {
             self.refuse_other_clients(context).await.map_err(AttachError::NotAttached)?;
         }
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
+        if let Some(refused) = self.unreached(context) {
+            let disk = context.disk(source);
+            return self.keep_only_if_attached(context, &*hypervisor, &disk, refused, is_new).await;
+        }
         self.record_holder(context, is_new).await?;
         if context.row.blank == Blank::Undecided {
             context.row.blank = self.attest(context).await.map_err(AttachError::Unknown)?;
@@ -80,11 +85,38 @@ impl Disks {
             }
             HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
             HypervisorError::NotActive(_)
+            | HypervisorError::Migrated(_)
             | HypervisorError::Unreachable(_)
             | HypervisorError::Uncertain(_) => false,
         };
         let failure = describe(error, context);
         Err(if not_attached { AttachError::NotAttached(failure) } else { AttachError::Unknown(failure) })
+    }
+
+    /// The refusal if the host of the node does not reach the pool.
+    fn unreached(&self, context: &AttachmentContext) -> Option<Failure> {
+        let volume = &context.volume.id;
+        let why = reach::unreached(self.core.hosts(), volume, &context.pool, &context.node)?;
+        Some(reach::problem(volume, why).into())
+    }
+
+    /// Attaches nothing on a host that does not reach the pool. A disk that the VM has stays.
+    async fn keep_only_if_attached(
+        &self,
+        context: &AttachmentContext,
+        hypervisor: &dyn Hypervisor,
+        disk: &Disk,
+        refused: Failure,
+        is_new: bool,
+    ) -> Result<(), AttachError> {
+        if is_new {
+            return Err(AttachError::NotAttached(refused));
+        }
+        let presence = hypervisor.presence(context.row.node, std::slice::from_ref(disk)).await;
+        match presence.map_err(|error| AttachError::Unknown(describe(error, context)))? {
+            Presence { disks, .. } if disks.contains(&disk.uuid) => Ok(()),
+            _ => Err(AttachError::Unknown(refused)),
+        }
     }
 
     /// Fails if a client that is no known attachment has the image open: unlike the lock of a file, that of an RBD image

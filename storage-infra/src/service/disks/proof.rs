@@ -14,7 +14,7 @@ use crate::engine::{Engine, EngineError, Object};
 use crate::hypervisor::DiskSource;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Power};
-use crate::service::power::has_no_disks;
+use crate::service::power::{DiskOfPool, has_no_disks};
 use crate::service::problems::Result;
 
 /// Time for QEMU to close the image of a detached disk.
@@ -67,7 +67,8 @@ impl Disks {
             let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
             return Ok(DetachOutcome::StillAttached(why));
         }
-        match self.power.prove_off(&context.node, &presence.facts).await? {
+        let of = DiskOfPool { disk, pool: &context.pool };
+        match self.power.prove_off(&context.node, &presence.facts, Some(of)).await? {
             DetachOutcome::Detached => self.prove_closed(context, disk, presence.facts.power).await,
             still_holding => Ok(still_holding),
         }
@@ -86,7 +87,7 @@ impl Disks {
         let (state, _) = self.power.node_state(&row, &presence.facts).await?;
         let is_off = has_no_disks(state)
             && presence.disks.is_empty()
-            && self.power.prove_off(&row, &presence.facts).await? == DetachOutcome::Detached;
+            && self.power.prove_off(&row, &presence.facts, None).await? == DetachOutcome::Detached;
         match is_off {
             true => Ok(self.prove_by_images(&attachments).await),
             false => Ok(OffProof::NotProven),

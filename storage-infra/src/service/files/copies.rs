@@ -28,7 +28,7 @@ pub(in crate::service) enum Origin {
     /// An object of a pool, by this method.
     Object {
         /// Its pool.
-        pool: PoolRow,
+        pool: Box<PoolRow>,
         /// The object.
         object: Object,
         /// How it is copied.

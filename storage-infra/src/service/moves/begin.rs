@@ -1,23 +1,25 @@
 //! Start and cancellation of a move. The pool is chosen or checked by the rules of placement, in the transaction that writes the
 //! intent and reserves the space.
 
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use infra_api::{
     Change, EngineKind, EventKind, MovePhase, MoveSpec, ObjectKind, PoolName, Problem, ProblemCode, VolumeId,
-    VolumeState, ZONE_LABEL,
+    VolumeState,
 };
 
 use super::Moves;
 use super::state::{only_writer, waits};
 use crate::audit;
-use crate::catalog::{MoveRow, PoolRow, Tx, VolumeRow};
+use crate::catalog::{MoveRow, NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::Object;
-use crate::placement::{self, Candidate};
+use crate::placement::{self, Hosts};
 use crate::service::core::now;
 use crate::service::lookups::{self, pool_of, refuse_held};
 use crate::service::pools::CapacityInputs;
 use crate::service::problems::{Failure, Result};
+use crate::service::reach;
 
 /// Lowest rate: a copy reads this many bytes at a time.
 const MIN_RATE: u64 = 1 << 20;
@@ -169,8 +171,11 @@ fn plan(tx: &Tx<'_>, id: &VolumeId, target: &Target, inputs: &CapacityInputs) ->
     }
     refuse_unready(tx, &row)?;
     let attachments = tx.attachments(None, Some(id))?;
-    only_writer(tx, id, &attachments)?;
-    choose(tx, &row, target, inputs).map(Planned::New)
+    let node = match only_writer(tx, id, &attachments)? {
+        Some(attachment) => tx.node(attachment.node)?,
+        None => None,
+    };
+    choose(tx, &row, target, node.as_ref(), inputs).map(Planned::New)
 }
 
 /// A request for a volume that is being moved.
@@ -216,20 +221,34 @@ fn refuse_unready(tx: &Tx<'_>, row: &VolumeRow) -> Result<()> {
     }
 }
 
-/// Chooses the pool by placement. It must be reachable wherever the present one is, because PersistentVolumes name the zone.
-fn choose(tx: &Tx<'_>, row: &VolumeRow, target: &Target, inputs: &CapacityInputs) -> Result<PoolName> {
+/// Chooses the pool by placement. It must be reachable from the zones from which the present one is, because PersistentVolumes
+/// name them, and from the host of the VM that has the volume.
+fn choose(
+    tx: &Tx<'_>,
+    row: &VolumeRow,
+    target: &Target,
+    node: Option<&NodeRow>,
+    inputs: &CapacityInputs,
+) -> Result<PoolName> {
+    let hosts = &inputs.hosts;
     let present = pool_of(tx, row)?;
     refuse_engine(&row.id, &present)?;
     let mut placement = row.spec.placement.clone();
-    placement.zones = present.spec.labels.get(ZONE_LABEL).cloned().into_iter().collect();
+    let zones = hosts.zones(&present.spec);
+    placement.zones = zones.iter().flatten().cloned().collect();
     if let Target::Pool(name) = target {
         let wanted = lookups::pool(tx, name)?;
         refuse_engine(&row.id, &wanted)?;
-        refuse_zone(&row.id, &present, &wanted)?;
+        refuse_zone(hosts, &row.id, &present, &wanted)?;
+        refuse_host(hosts, &row.id, &wanted, node)?;
         placement.pool = Some(name.clone());
     }
     let mut candidates = inputs.candidates(tx, placement.anti_affinity_id.as_deref())?;
-    candidates.retain(|one| one.name != row.pool && one.engine == EngineKind::File && serves(&present, one));
+    let reached = reached_by(tx, hosts, node)?;
+    candidates.retain(|one| {
+        let is_other = one.name != row.pool && one.engine == EngineKind::File;
+        is_other && serves(zones.as_ref(), one.zones.as_ref()) && reached.contains(&one.name)
+    });
     placement::place(&candidates, row.size(), &placement, &[]).map_err(|rejections| {
         let detail = format!(
             "the volume {} cannot be moved from the pool {}: {}",
@@ -257,19 +276,54 @@ fn refuse_engine(id: &VolumeId, pool: &PoolRow) -> Result<()> {
     Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into())
 }
 
-/// Whether a pool is reachable from every zone if the present one is.
-fn serves(present: &PoolRow, candidate: &Candidate) -> bool {
-    present.spec.labels.contains_key(ZONE_LABEL) || !candidate.labels.contains_key(ZONE_LABEL)
+/// Whether a pool is reachable from all zones from which the present one is. `None` stands for every zone.
+fn serves(present: Option<&BTreeSet<String>>, other: Option<&BTreeSet<String>>) -> bool {
+    match (present, other) {
+        (_, None) => true,
+        (None, Some(_)) => false,
+        (Some(present), Some(other)) => present.is_subset(other),
+    }
+}
+
+/// The pools that the host of a node reaches; all without a node.
+fn reached_by(tx: &Tx<'_>, hosts: &Hosts, node: Option<&NodeRow>) -> Result<HashSet<PoolName>> {
+    let reaches = |pool: &PoolRow| node.is_none_or(|node| hosts.reaches(&node.spec.hypervisor, &pool.spec));
+    Ok(tx.pools()?.into_iter().filter(reaches).map(|pool| pool.name).collect())
+}
+
+/// Fails if the host of the VM that has the volume does not reach the other pool.
+fn refuse_host(hosts: &Hosts, id: &VolumeId, other: &PoolRow, node: Option<&NodeRow>) -> Result<()> {
+    let Some(node) = node.filter(|node| !hosts.reaches(&node.spec.hypervisor, &other.spec)) else {
+        return Ok(());
+    };
+    let detail = format!(
+        "the volume {id} is attached to the node {} ({}) on the host {}, which does not reach the pool {}; it is reached by: {}. \
+         Choose a pool that {} reaches, or detach the volume first",
+        node.spec.name,
+        node.uuid,
+        node.spec.hypervisor,
+        other.name,
+        hosts.names_text(&other.spec),
+        node.spec.hypervisor
+    );
+    Err(reach::problem(id, detail).into())
 }
 
 /// Fails if nodes that can reach the present pool cannot reach the other.
-fn refuse_zone(id: &VolumeId, present: &PoolRow, other: &PoolRow) -> Result<()> {
-    let [from, to] = [present, other].map(|pool| pool.spec.labels.get(ZONE_LABEL));
-    let Some(zone) = to.filter(|_| from != to) else { return Ok(()) };
-    let of = from.map_or_else(|| "every zone".to_owned(), |zone| format!("the zone {zone}"));
+fn refuse_zone(hosts: &Hosts, id: &VolumeId, present: &PoolRow, other: &PoolRow) -> Result<()> {
+    let [from, to] = [present, other].map(|pool| hosts.zones(&pool.spec));
+    if serves(from.as_ref(), to.as_ref()) {
+        return Ok(());
+    }
+    let text = |zones: Option<BTreeSet<String>>| match zones.map(Vec::from_iter) {
+        None => "every zone".to_owned(),
+        Some(zones) if zones.is_empty() => "no known zone".to_owned(),
+        Some(zones) => format!("the zone {}", zones.join(", ")),
+    };
+    let (from, to) = (text(from), text(to));
     let detail = format!(
-        "the volume {id} in the pool {} can be reached from {of}, and its PersistentVolumes say so; the pool {} can only be \
-         reached from the zone {zone}. Choose a pool of the same zone, or one without a zone",
+        "the volume {id} in the pool {} can be reached from {from}, and its PersistentVolumes say so; the pool {} can only be \
+         reached from {to}. Choose a pool of the same zone, or one without a zone",
         present.name, other.name
     );
     Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into())

@@ -18,6 +18,7 @@ use crate::engine::{Engine, EngineError};
 use crate::hypervisor::{DetachOutcome, Disk, Hypervisor, HypervisorError, MirroredDisk, Power};
 use crate::service::disks::AttachmentContext;
 use crate::service::problems::{Failure, Result};
+use crate::service::reach::unreached;
 use crate::service::transfers::blocking;
 
 /// Interval between reads of the progress of a copy.
@@ -64,6 +65,9 @@ impl Moves {
         let name = id.clone();
         self.core.catalog().read(move |tx| only_writer(tx, &name, &rows).map(drop)).await?;
         let vm = self.vm(&state)?;
+        if let Some(why) = unreached(self.core.hosts(), id, &state.other, &vm.context.node) {
+            return Err(state.wait(why));
+        }
         self.refuse_without_disk(&state, &vm).await?;
         let node = vm.context.row.node;
         vm.hypervisor.cancel_mirror(node, &vm.disk).await?;

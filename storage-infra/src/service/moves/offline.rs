@@ -22,7 +22,7 @@ impl Moves {
         let Some((state, modified)) = self.begin_copy(id).await? else { return Ok(()) };
         let record = self.unfinished_record(id).await?;
         let method = self.method(&state).await?;
-        let origin = Origin::Object { pool: state.pool.clone(), object: state.object(), method };
+        let origin = Origin::Object { pool: Box::new(state.pool.clone()), object: state.object(), method };
         let (bytes, rate) = (state.volume.capacity, state.moving.rate);
         let copied = tokio::select! {
             copied = self.copies.copy_at_rate(&state.other, origin, bytes, record, rate) => copied?,

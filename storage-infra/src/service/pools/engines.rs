@@ -146,6 +146,7 @@ mod tests {
             labels: BTreeMap::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         let pool = PoolRow {
             name: PoolName::new("p").unwrap(),

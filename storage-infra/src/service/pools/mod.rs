@@ -10,19 +10,22 @@ use std::io;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-use infra_api::{Change, EngineKind, EventKind, ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode};
+use infra_api::{
+    Change, EngineKind, EventKind, NodeRef, ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode,
+};
 use uuid::Uuid;
 
 use super::core::Core;
 use super::problems::{Failure, Result};
+use super::reach::nodes_cut_off;
 use crate::audit;
-use crate::catalog::{PoolRow, Tx};
+use crate::catalog::{NodeRow, PoolRow, Tx};
 use crate::engine::record::PoolRecord;
 use crate::engine::{EngineError, RbdLocation, Record};
+use crate::placement::Hosts;
 
 pub use capacity::PoolCapacity;
-use capacity::PoolView;
-pub(super) use capacity::{CapacityInputs, Facts, Precision};
+pub(super) use capacity::{CapacityInputs, Facts, PoolView, Precision};
 pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind, timeout_of};
 pub(super) use last_pass::LastPass;
 pub(super) use revisions::{RECOVER, RevisionCheck};
@@ -37,12 +40,17 @@ pub struct Pools {
 
 /// The record that is written with a pool's marker.
 pub(super) fn pool_record(row: &PoolRow, revision: u64) -> Record {
-    let PoolSpec { engine, labels, cordoned, on_full, .. } = row.spec.clone();
-    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned, on_full, revision })
+    let PoolSpec { engine, labels, cordoned, on_full, hosts, .. } = row.spec.clone();
+    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned, on_full, hosts, revision })
 }
 
 /// Updates an existing pool's mutable fields; engine and path cannot change.
-fn update_existing(tx: &Tx<'_>, name: &PoolName, requested: &PoolSpec) -> Result<Option<PoolRow>> {
+fn update_existing(
+    tx: &Tx<'_>,
+    hosts: &Hosts,
+    name: &PoolName,
+    requested: &PoolSpec,
+) -> Result<Option<PoolRow>> {
     let Some(row) = tx.pool(name)? else { return Ok(None) };
     if row.spec.engine != requested.engine || row.spec.path != requested.path {
         let detail = format!(
@@ -51,8 +59,44 @@ fn update_existing(tx: &Tx<'_>, name: &PoolName, requested: &PoolSpec) -> Result
         );
         return Err(Problem::new(ProblemCode::Exists, detail).about(ObjectKind::Pool, name).into());
     }
+    if row.spec.hosts != requested.hosts {
+        refuse_no_host(hosts, name, requested)?;
+        refuse_cut_off(tx, hosts, &row, requested)?;
+    }
     tx.update_pool(name, requested)?;
     Ok(Some(row))
+}
+
+/// Fails if no configured host would reach the pool.
+fn refuse_no_host(hosts: &Hosts, name: &PoolName, spec: &PoolSpec) -> Result<()> {
+    if hosts.any_reaches(spec) {
+        return Ok(());
+    }
+    let all: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
+    let detail = format!(
+        "no configured host is one of {} or has these labels, so nothing would reach the pool {name}; this server has the hosts: \
+         {} (storage-infra host list shows their labels)",
+        spec.hosts,
+        if all.is_empty() { "none".to_owned() } else { all.join(", ") }
+    );
+    Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Pool, name).into())
+}
+
+/// Fails while VMs have volumes of the pool attached on hosts that would not reach it any more.
+fn refuse_cut_off(tx: &Tx<'_>, hosts: &Hosts, row: &PoolRow, requested: &PoolSpec) -> Result<()> {
+    let nodes = nodes_cut_off(tx, hosts, row, requested)?;
+    if nodes.is_empty() {
+        return Ok(());
+    }
+    let on = |node: &NodeRow| format!("{} on {}", node.spec.name, node.spec.hypervisor);
+    let detail = format!(
+        "the pool {} has volumes that are attached to nodes on other hosts than {}: {}; detach them, or migrate their VMs, first",
+        row.name,
+        requested.hosts,
+        nodes.iter().map(on).collect::<Vec<_>>().join(", ")
+    );
+    let used_by = nodes.into_iter().map(|node| NodeRef { uuid: node.uuid, name: node.spec.name }).collect();
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Pool, &row.name).used_by(used_by).into())
 }
 
 /// Fails unless the path has the form that the engine needs.
@@ -84,14 +128,16 @@ impl Pools {
 
     /// All pools, measured now.
     pub async fn list(&self) -> Result<Vec<Pool>> {
-        Ok(self.capacity.views(Precision::Exact).await?.iter().map(PoolView::to_pool).collect())
+        let views = self.capacity.views(Precision::Exact).await?;
+        Ok(views.iter().map(|view| view.to_pool(self.core.hosts())).collect())
     }
 
     /// One pool, measured now.
     pub async fn get(&self, name: &PoolName) -> Result<Pool> {
         let views = self.capacity.views(Precision::Exact).await?;
         let view = views.iter().find(|view| view.row.name == *name);
-        view.map(PoolView::to_pool).ok_or_else(|| Failure::not_found(ObjectKind::Pool, name))
+        view.map(|view| view.to_pool(self.core.hosts()))
+            .ok_or_else(|| Failure::not_found(ObjectKind::Pool, name))
     }
 
     /// Registers a pool, or updates its labels and cordon. True if it is new.
@@ -112,21 +158,23 @@ impl Pools {
         spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Pool, name))?;
         // Labels and cordon of an existing pool change in one transaction; placement reads them in its own
         // transaction.
-        let (pool, requested) = (name.clone(), spec.clone());
-        let existing = self.core.catalog().run(move |tx| update_existing(tx, &pool, &requested)).await?;
+        let (pool, requested, hosts) = (name.clone(), spec.clone(), self.core.hosts().clone());
+        let update = move |tx: &Tx<'_>| update_existing(tx, &hosts, &pool, &requested);
+        let existing = self.core.catalog().run(update).await?;
         if existing.is_some_and(|row| row.marked) {
             self.core.catalog().save_registered().await?;
             return Ok(false);
         }
         let _placing = self.capacity.block_placement().await?;
-        let (pool, requested) = (name.clone(), spec);
+        let (pool, requested, hosts) = (name.clone(), spec, self.core.hosts().clone());
         let (row, created) = self
             .core
             .catalog()
             .run(move |tx| -> Result<_> {
-                if let Some(row) = update_existing(tx, &pool, &requested)? {
+                if let Some(row) = update_existing(tx, &hosts, &pool, &requested)? {
                     return Ok((row, false));
                 }
+                refuse_no_host(&hosts, &pool, &requested)?;
                 if let Some(other) = tx.pools()?.into_iter().find(|other| other.spec.path == requested.path) {
                     let detail = format!("the path {} belongs to the pool {}", requested.path, other.name);
                     return Err(Problem::new(ProblemCode::Exists, detail)
@@ -255,6 +303,7 @@ mod tests {
             labels: BTreeMap::new(),
             cordoned: false,
             on_full: infra_api::OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         assert!(pools.put(name.clone(), spec.clone()).await.unwrap().1);
         let _placing = capacity.placing().await;

@@ -3,6 +3,7 @@
 //! a saved state is recorded in the catalog until the domain runs again or an operator declares the saved state
 //! discarded. A hypervisor URI that leads to another host proves nothing about domains on the previous host.
 
+mod elsewhere;
 mod saved_state;
 
 use std::collections::{HashMap, HashSet};
@@ -19,9 +20,10 @@ use super::core::{Core, now};
 use super::disks::OffProof;
 use super::hypervisors::Hypervisors;
 use super::problems::{Failure, Result};
-use crate::catalog::NodeRow;
+use crate::catalog::{NodeRow, PoolRow};
 use crate::hypervisor::libvirt::LIBVIRT;
-use crate::hypervisor::{DetachOutcome, NodeFacts, Power};
+use crate::hypervisor::{DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, Power};
+use elsewhere::{Elsewhere, may_have};
 use saved_state::{SavedState, saved_message};
 
 /// Timeout for a hypervisor to describe a VM.
@@ -49,6 +51,29 @@ struct PowerMemory {
     states: HashMap<Uuid, NodeState>,
     /// VMs that were proven off, and that have been off or gone since.
     proven_off: HashSet<Uuid>,
+}
+
+/// A disk, and the pool that has its data.
+#[derive(Clone, Copy)]
+pub(super) struct DiskOfPool<'a> {
+    pub(super) disk: &'a Disk,
+    pub(super) pool: &'a PoolRow,
+}
+
+/// What a hypervisor reports about a VM, and whether it shows the disk there.
+async fn report(
+    hypervisor: &dyn Hypervisor,
+    node: Uuid,
+    of: Option<DiskOfPool<'_>>,
+) -> std::result::Result<(Power, bool), String> {
+    let disks: Vec<Disk> = of.iter().map(|of| of.disk.clone()).collect();
+    match tokio::time::timeout(TIMEOUT, hypervisor.presence(node, &disks)).await {
+        Ok(Ok(presence)) => Ok((presence.facts.power, !presence.disks.is_empty())),
+        // It has left that host.
+        Ok(Err(HypervisorError::Migrated(_))) => Ok((Power::Gone, false)),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no answer within {TIMEOUT:?}")),
+    }
 }
 
 /// Whether a VM in this state has no disks.
@@ -101,7 +126,7 @@ impl PowerStates {
         };
         let (state, message) = result.unwrap_or_else(|why| (NodeState::Unknown, Some(why)));
         let NodeSpec { name, hypervisor, zone, labels } = row.spec;
-        let zone = zone.or_else(|| self.hypervisors.zone(&hypervisor).map(str::to_owned));
+        let zone = zone.or_else(|| self.core.hosts().zone(&hypervisor));
         Node { uuid: row.uuid, name, hypervisor, zone, labels, state, proven_off: false, max_disks, message }
     }
 
@@ -166,45 +191,48 @@ impl PowerStates {
 
     /// Whether a node that is not running certainly has no disks, by all that is known. For a running node, its live
     /// state decides.
-    pub(super) async fn prove_off(&self, node: &NodeRow, facts: &NodeFacts) -> Result<DetachOutcome> {
+    /// `of`: the disk that the question is about; without one, it is about all that the VM may have.
+    pub(super) async fn prove_off(
+        &self,
+        node: &NodeRow,
+        facts: &NodeFacts,
+        of: Option<DiskOfPool<'_>>,
+    ) -> Result<DetachOutcome> {
         match self.node_state(node, facts).await? {
             (NodeState::Running, _) => Ok(DetachOutcome::Detached),
-            (state @ (NodeState::Off | NodeState::Gone), _) => self.prove_not_moved(node, state).await,
+            (state @ (NodeState::Off | NodeState::Gone), _) => {
+                self.prove_not_elsewhere(node, state, of).await
+            }
             (state @ (NodeState::Saved | NodeState::Unknown), why) => {
                 Ok(DetachOutcome::StillAttached(why.unwrap_or_else(|| format!("the VM is {state}"))))
             }
         }
     }
 
-    /// Checks that a VM did not move to another hypervisor with its disks behind our back. A hypervisor that shows
-    /// the VM as off is believed unless another one shows it running.
-    async fn prove_not_moved(&self, node: &NodeRow, state: NodeState) -> Result<DetachOutcome> {
-        let own = self.hypervisors.get(&node.spec.hypervisor)?;
-        let others: Vec<_> = self
-            .hypervisors
-            .iter()
-            .filter(|(name, other)| {
-                **name != node.spec.hypervisor && other.kind() == own.kind() && own.kind() == LIBVIRT
-            })
-            .collect();
-        for (name, other) in others {
-            let why = match other.describe(node.uuid).await.map(|facts| facts.power) {
-                Ok(Power::Off { .. } | Power::Gone) => continue,
-                Ok(power @ (Power::Running { .. } | Power::Saved { .. })) => {
-                    format!("is {} on hypervisor {name}: register it there", power.state())
-                }
-                Err(error) if state == NodeState::Gone => {
-                    format!("may run on hypervisor {name}, which cannot be queried: {error}")
-                }
-                Err(_) => continue,
-            };
-            let NodeSpec { name: vm, hypervisor, .. } = &node.spec;
-            return Ok(DetachOutcome::StillAttached(format!(
-                "the VM {vm} ({}) is {state} on hypervisor {hypervisor}, but it {why}",
-                node.uuid
-            )));
+    /// Checks that a VM is not on another hypervisor with its disks. Every host that can have them must say so.
+    async fn prove_not_elsewhere(
+        &self,
+        node: &NodeRow,
+        state: NodeState,
+        of: Option<DiskOfPool<'_>>,
+    ) -> Result<DetachOutcome> {
+        let own = &node.spec.hypervisor;
+        if self.hypervisors.get(own)?.kind() != LIBVIRT {
+            return Ok(DetachOutcome::Detached);
         }
-        Ok(DetachOutcome::Detached)
+        let others = self.hypervisors.iter().filter(|(name, one)| *name != own && one.kind() == LIBVIRT);
+        let asked = others.map(|(name, one)| async move {
+            let reaches = of.is_none_or(|of| self.core.hosts().reaches(name, &of.pool.spec));
+            Elsewhere { name: name.clone(), reaches, report: report(&**one, node.uuid, of).await }
+        });
+        let found = futures::future::join_all(asked).await;
+        Ok(match found.iter().find_map(may_have) {
+            None => DetachOutcome::Detached,
+            Some(why) => DetachOutcome::StillAttached(format!(
+                "the VM {} ({}) is {state} on hypervisor {own}, but it {why}",
+                node.spec.name, node.uuid
+            )),
+        })
     }
 
     /// Declares the saved state of a VM discarded.

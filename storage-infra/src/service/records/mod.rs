@@ -14,7 +14,7 @@ use super::core::Core;
 use super::hypervisors::Hypervisors;
 use super::lookups;
 use super::pools::{Engines, RevisionCheck, pool_record};
-use super::power::{PowerStates, has_no_disks};
+use super::power::{DiskOfPool, PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
 use crate::catalog::{NodeRow, Tx};
 use crate::engine::record::RecordedAttachment;
@@ -130,10 +130,13 @@ impl Records {
         for one in self.core.catalog().read(move |tx| unended(tx, unknown)).await? {
             let disk = due.disk_of(&one, self.engines.of(&due.pool).source(&due.row.id));
             let uuid = disk.uuid;
-            let presence = self.hypervisors.get(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
+            let own = self.hypervisors.get(&one.node.hypervisor)?;
+            let presence = own.presence(one.uuid, std::slice::from_ref(&disk)).await?;
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
             let has = presence.disks.contains(&uuid) && !has_no_disks(presence.facts.power.state());
-            if has || self.power.prove_off(&node, &presence.facts).await? != DetachOutcome::Detached {
+            let of = DiskOfPool { disk: &disk, pool: &due.pool };
+            if has || self.power.prove_off(&node, &presence.facts, Some(of)).await? != DetachOutcome::Detached
+            {
                 holding.push(one);
             }
         }

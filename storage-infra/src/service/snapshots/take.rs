@@ -172,7 +172,8 @@ impl Snapshots {
             if method == Method::Reflink {
                 taken_at = now();
             }
-            let origin = Origin::Object { pool: source, object: Object::Volume(row.volume.clone()), method };
+            let origin =
+                Origin::Object { pool: Box::new(source), object: Object::Volume(row.volume.clone()), method };
             let record = snapshot_record(&row, &taken_at);
             if !self.copies.copy_into(&pool, origin, row.capacity, record).await? {
                 return Ok(false);

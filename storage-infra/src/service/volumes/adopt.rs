@@ -233,6 +233,8 @@ mod tests {
             engine: infra_api::EngineKind::File,
             name: PoolName::new(name).unwrap(),
             labels: Labels::new(),
+            zones: None,
+            reached: true,
             healthy: true,
             cordoned: false,
             suspended: false,

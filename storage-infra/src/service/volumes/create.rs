@@ -191,7 +191,9 @@ impl Volumes {
         let Some(source) = source else { return Ok(true) };
         let Source { pool: from, object, .. } =
             self.core.catalog().read(move |tx| Source::of(tx, &source)).await?;
-        self.copies.copy_into(&pool, files::Origin::Object { pool: from, object, method }, size, record).await
+        self.copies
+            .copy_into(&pool, files::Origin::Object { pool: Box::new(from), object, method }, size, record)
+            .await
     }
 }
 

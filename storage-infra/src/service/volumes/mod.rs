@@ -18,8 +18,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use infra_api::{
-    Change, Condition, ConditionCause, EventKind, List, Move, MovePhase, PoolName, Volume, VolumeId,
-    VolumeState, ZONE_LABEL,
+    Change, Condition, ConditionCause, EventKind, List, Move, MovePhase, PoolName, PoolSpec, Volume,
+    VolumeId, VolumeState,
 };
 
 use super::attachments::UnexpectedDisks;
@@ -134,8 +134,8 @@ impl Volumes {
                 Ok((row, tx.attachments(None, Some(&id))?, pool, suspensions, moving))
             })
             .await?;
-        let zone = pool.spec.labels.get(ZONE_LABEL).cloned();
-        Ok(self.to_volume(row, &attachments, zone, &suspensions, moving))
+        let zones = self.zones(&pool.spec);
+        Ok(self.to_volume(row, &attachments, zones, &suspensions, moving))
     }
 
     /// One page of volumes with IDs after `after`.
@@ -158,24 +158,27 @@ impl Volumes {
         for attachment in attachments {
             of.entry(attachment.volume.clone()).or_default().push(attachment);
         }
-        let zones: HashMap<PoolName, String> = pools
-            .into_iter()
-            .filter_map(|mut pool| Some((pool.name, pool.spec.labels.remove(ZONE_LABEL)?)))
-            .collect();
+        let zones: HashMap<PoolName, Vec<String>> =
+            pools.into_iter().map(|pool| (pool.name, self.zones(&pool.spec))).collect();
         let item = |row: VolumeRow| {
             let attachments = of.remove(&row.id).unwrap_or_default();
-            let zone = zones.get(&row.pool).cloned();
+            let zones = zones.get(&row.pool).cloned().unwrap_or_default();
             let moving = moves.remove(&row.id);
-            self.to_volume(row, &attachments, zone, &suspensions, moving)
+            self.to_volume(row, &attachments, zones, &suspensions, moving)
         };
         Ok(List { items: rows.into_iter().map(item).collect(), next })
+    }
+
+    /// The zones that can reach a pool; empty if every zone can.
+    fn zones(&self, pool: &PoolSpec) -> Vec<String> {
+        self.core.hosts().zones(pool).into_iter().flatten().collect()
     }
 
     fn to_volume(
         &self,
         row: VolumeRow,
         attachments: &[AttachmentRow],
-        zone: Option<String>,
+        zones: Vec<String>,
         suspensions: &AllSuspensions,
         moving: Option<MoveRow>,
     ) -> Volume {
@@ -192,7 +195,8 @@ impl Volumes {
             pool: row.pool,
             disk_uuid: row.disk_uuid,
             state: row.state,
-            zone,
+            zone: zones.first().filter(|_| zones.len() == 1).cloned(),
+            zones,
             source: row.spec.source,
             qos: row.qos,
             shareable: row.spec.shareable,

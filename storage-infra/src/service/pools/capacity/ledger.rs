@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::catalog::{Result, Tx};
 use crate::engine::PoolFacts;
-use crate::placement::{Candidate, Space, free_bytes};
+use crate::placement::{Candidate, Hosts, Space, free_bytes};
 
 /// Facts of the healthy pools.
 pub(in crate::service) type Facts = HashMap<PoolName, PoolFacts>;
@@ -99,12 +99,15 @@ impl CapacityLedger {
         &self,
         tx: &Tx<'_>,
         facts: &Facts,
+        hosts: &Hosts,
         group: Option<&str>,
     ) -> Result<Vec<Candidate>> {
         let in_group = group.map(|group| tx.count_by_pool(group)).transpose()?.unwrap_or_default();
         let free = self.free(facts, &tx.reserved()?);
         let candidate = |row: crate::catalog::PoolRow| Candidate {
             engine: row.spec.engine,
+            zones: hosts.zones(&row.spec),
+            reached: hosts.any_reaches(&row.spec),
             labels: row.spec.labels,
             healthy: facts.contains_key(&row.name),
             cordoned: row.spec.cordoned,

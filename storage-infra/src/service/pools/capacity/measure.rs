@@ -13,7 +13,7 @@ use super::ledger::FilesystemUsage;
 use super::reuse::{self, LastScan, Precision, Probed};
 use crate::catalog::{PoolRow, Reservation};
 use crate::engine::{Contents, Engine, EngineError, Object, PoolFacts};
-use crate::placement::{self, Candidate, Space};
+use crate::placement::{self, Candidate, Hosts, Space};
 use crate::service::pools::engines::ProbeKind;
 use crate::service::problems::Result;
 
@@ -57,11 +57,13 @@ impl PoolView {
     }
 
     /// The pool as input for capacity queries.
-    pub(super) fn candidate(&self) -> Candidate {
+    pub(super) fn candidate(&self, hosts: &Hosts) -> Candidate {
         Candidate {
             name: self.row.name.clone(),
             engine: self.row.spec.engine,
             labels: self.row.spec.labels.clone(),
+            zones: hosts.zones(&self.row.spec),
+            reached: hosts.any_reaches(&self.row.spec),
             healthy: self.facts.is_ok(),
             cordoned: self.row.spec.cordoned,
             suspended: self.row.suspension.is_some(),
@@ -70,7 +72,7 @@ impl PoolView {
         }
     }
 
-    pub(in crate::service) fn to_pool(&self) -> Pool {
+    pub(in crate::service) fn to_pool(&self, hosts: &Hosts) -> Pool {
         let facts = self.facts.as_ref().ok().map(|(facts, _)| facts);
         Pool {
             name: self.row.name.clone(),
@@ -80,6 +82,9 @@ impl PoolView {
             cordoned: self.row.spec.cordoned,
             suspension: self.row.suspension.clone(),
             on_full: self.row.spec.on_full,
+            hosts: self.row.spec.hosts.clone(),
+            reached_by: hosts.reaching(&self.row.spec).map(|host| host.name.clone()).collect(),
+            zones: hosts.zones(&self.row.spec).into_iter().flatten().collect(),
             full: facts.is_some_and(|f| !placement::has_space(f.capacity, f.available)),
             healthy: self.facts.is_ok(),
             message: self.facts.as_ref().err().cloned(),
@@ -220,7 +225,7 @@ impl PoolCapacity {
     /// Updates metrics, and logs changes of unknown files.
     fn report(&self, views: &[PoolView]) {
         let mut reported = self.unknown_files();
-        let pools: Vec<Pool> = views.iter().map(PoolView::to_pool).collect();
+        let pools: Vec<Pool> = views.iter().map(|view| view.to_pool(self.core.hosts())).collect();
         for view in views {
             let Ok((_, contents)) = &view.facts else { continue };
             let before = reported.entry(view.row.name.clone()).or_default();

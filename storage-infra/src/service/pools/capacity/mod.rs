@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::engines::{Engines, PROBE_TIMEOUT, ProbeKind};
 use crate::catalog::{self, Tx};
-use crate::placement::{self, Candidate};
+use crate::placement::{self, Candidate, Hosts};
 use crate::service::conditions::Conditions;
 use crate::service::core::Core;
 use crate::service::problems::{Failure, Result};
@@ -62,6 +62,7 @@ pub(in crate::service) struct CapacityInputs {
     /// Whether they come from a full scan.
     pub(in crate::service) from_scan: bool,
     ledger: Arc<CapacityLedger>,
+    pub(in crate::service) hosts: Hosts,
 }
 
 impl CapacityInputs {
@@ -76,7 +77,7 @@ impl CapacityInputs {
         tx: &Tx<'_>,
         group: Option<&str>,
     ) -> catalog::Result<Vec<Candidate>> {
-        self.ledger.candidates(tx, &self.facts, group)
+        self.ledger.candidates(tx, &self.facts, &self.hosts, group)
     }
 }
 
@@ -100,8 +101,8 @@ impl PoolCapacity {
 
     /// Capacity for new volumes.
     pub async fn of(self: &Arc<Self>, query: &CapacityQuery) -> Result<Capacity> {
-        let candidates: Vec<Candidate> =
-            self.views(Precision::Exact).await?.iter().map(PoolView::candidate).collect();
+        let views = self.views(Precision::Exact).await?;
+        let candidates: Vec<Candidate> = views.iter().map(|view| view.candidate(self.core.hosts())).collect();
         Ok(placement::capacity(&candidates, query))
     }
 
@@ -125,7 +126,8 @@ impl PoolCapacity {
     }
 
     fn inputs_of(&self, started: Instant, facts: Arc<Facts>) -> CapacityInputs {
-        CapacityInputs { started, facts, from_scan: false, ledger: self.ledger.clone() }
+        let (ledger, hosts) = (self.ledger.clone(), self.core.hosts().clone());
+        CapacityInputs { started, facts, from_scan: false, ledger, hosts }
     }
 
     /// Probes the state of all pools.

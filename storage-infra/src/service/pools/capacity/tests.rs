@@ -33,6 +33,7 @@ impl Site {
             labels: Labels::new(),
             cordoned: false,
             on_full: OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         let (name, uuid) = (PoolName::new("p").unwrap(), uuid::Uuid::new_v4());
         let pool = PoolRow { name, uuid, spec, marked: true, suspension: None };
@@ -60,7 +61,7 @@ impl Site {
         tokio::time::resume();
         let before = self.scans();
         let views = self.capacity.views(precision).await.unwrap();
-        (views[0].to_pool(), self.scans() > before)
+        (views[0].to_pool(&Hosts::default()), self.scans() > before)
     }
 
     async fn settle(&self) {

@@ -49,6 +49,7 @@ impl Site {
             labels: Labels::new(),
             cordoned: false,
             on_full: OnFull::default(),
+            hosts: infra_api::PoolHosts::default(),
         };
         let pool = PoolRow {
             name: PoolName::new("p").unwrap(),

@@ -25,7 +25,7 @@ const RUN: [&str; 14] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 21] = [
+const NOT_RUN: [(&str, &str); 22] = [
     ("CONTRIBUTING.md", "fuzzes for an hour, and fetches the list of advisories"),
     ("README.md", "starts labs of its own"),
     ("docs/decisions/fuzzing.md", "fuzzes for an hour"),

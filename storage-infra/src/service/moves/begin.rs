@@ -342,3 +342,54 @@ fn new_row(row: &VolumeRow, pool: PoolName, rate: Option<u64>) -> MoveRow {
         started_at: now(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use infra_api::{Labels, NodeSpec, OnFull, PoolHosts, PoolSpec};
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::placement::Host;
+
+    fn zones(names: &[&str]) -> BTreeSet<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_volume_moves_only_where_all_zones_of_its_pool_reach() {
+        let (one, two) = (zones(&["a"]), zones(&["a", "b"]));
+        assert!(serves(None, None) && serves(Some(&one), None) && serves(Some(&one), Some(&two)));
+        assert!(!serves(None, Some(&two)) && !serves(Some(&two), Some(&one)));
+    }
+
+    #[test]
+    fn the_host_of_the_vm_must_reach_the_other_pool() {
+        let host = |name: &str| Host { name: name.into(), ..Host::default() };
+        let hosts = Hosts::new(vec![host("a"), host("b")]);
+        let spec = PoolSpec {
+            engine: EngineKind::File,
+            path: "/p".into(),
+            labels: Labels::new(),
+            cordoned: false,
+            on_full: OnFull::Pause,
+            hosts: PoolHosts { names: vec!["b".into()], labels: Labels::new() },
+        };
+        let name = PoolName::new("p").unwrap();
+        let pool = PoolRow { name, uuid: Uuid::nil(), spec, marked: true, suspension: None };
+        let id = VolumeId::new("v").unwrap();
+        let on = |hypervisor: &str| NodeRow {
+            uuid: Uuid::nil(),
+            spec: NodeSpec {
+                name: "vm".into(),
+                hypervisor: hypervisor.into(),
+                zone: None,
+                labels: Labels::new(),
+            },
+        };
+        refuse_host(&hosts, &id, &pool, None).unwrap();
+        refuse_host(&hosts, &id, &pool, Some(&on("b"))).unwrap();
+        let refused = refuse_host(&hosts, &id, &pool, Some(&on("a"))).unwrap_err();
+        assert_eq!(refused.code(), ProblemCode::NotReachable);
+        assert!(refused.to_string().contains("reached by: b"), "{refused}");
+    }
+}

@@ -36,6 +36,7 @@ mod health;
 mod identity;
 mod images;
 mod infra_crash;
+mod infra_ha;
 mod kubernetes_versions;
 mod late_removal;
 mod legacy;

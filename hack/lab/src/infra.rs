@@ -12,6 +12,7 @@ use infra_api::{
 
 use crate::ceph::Engine;
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
+use crate::database;
 use crate::lab::Lab;
 use crate::pki::{Authority, write_private};
 use crate::ports;
@@ -56,17 +57,25 @@ async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Starts the server and registers the pools.
+/// Component name of a server: the first has the plain one.
+pub fn server_name(number: u32) -> String {
+    if number == 1 { "storage-infra".to_owned() } else { format!("storage-infra-{number}") }
+}
+
+/// Starts the servers and registers the pools.
 pub async fn start(
     run: &Run,
     binaries: &Path,
     engine: Engine,
     pools: BTreeMap<String, PathBuf>,
+    servers: u32,
 ) -> Result<()> {
-    let free = ports::free(2)?;
+    let listen: Vec<[u16; 2]> =
+        (0..servers).map(|_| Ok([ports::free(1)?[0], ports::free(1)?[0]])).collect::<Result<_>>()?;
+    let urls: Vec<String> = listen.iter().map(|[api, _]| format!("https://127.0.0.1:{api}")).collect();
     let dir = run.path("infra");
     let infra = Infra {
-        url: format!("https://127.0.0.1:{}", free[0]),
+        url: urls.join(","),
         pki: dir.join("pki"),
         pools,
         loop_root: dir.join("loop"),
@@ -77,8 +86,29 @@ pub async fn start(
     run.update(|state| state.infra = Some(infra.clone()))?;
     fs::create_dir_all(&infra.loop_root)
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
-    let program = binaries.join("storage-infra").display().to_string();
     write_certificates(&infra.pki)?;
+    let catalog = if servers > 1 { Some(database::start(run).await?) } else { None };
+    for (number, ports) in (1..).zip(listen) {
+        let component = server(&infra, binaries, &dir.join(data_dir(number)), ports, catalog.as_deref());
+        run.launch(&server_name(number), component).await?;
+    }
+    register_pools(&infra, engine).await
+}
+
+/// Folder of a server beside the PKI.
+fn data_dir(number: u32) -> String {
+    if number == 1 { "data".to_owned() } else { format!("data-{number}") }
+}
+
+/// A server that listens on these ports: of the API, and of health and metrics.
+fn server(
+    infra: &Infra,
+    binaries: &Path,
+    data: &Path,
+    [api, ops]: [u16; 2],
+    catalog: Option<&str>,
+) -> Component {
+    let program = binaries.join("storage-infra").display().to_string();
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let mut words = vec![program, "serve".to_owned()];
     words.extend(
@@ -86,35 +116,43 @@ pub async fn start(
             Path::new(""),
             "",
             &[
-                ("data-dir", dir.join("data").display().to_string()),
-                ("listen", format!("127.0.0.1:{}", free[0])),
+                ("data-dir", data.display().to_string()),
+                ("listen", format!("127.0.0.1:{api}")),
                 ("tls-cert", file("server.crt")),
                 ("tls-key", file("server.key")),
                 ("client-ca", file("ca.crt")),
                 ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
                 ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
                 ("hypervisor", format!("{SIMULATED}=simulated:{}", infra.simulated_root.display())),
-                ("http-listen", format!("127.0.0.1:{}", free[1])),
+                ("http-listen", format!("127.0.0.1:{ops}")),
             ],
         )
         .into_iter()
         .skip(1),
     );
-    let component = Component {
+    // As variables, which an earlier version without these flags ignores.
+    let mut env: BTreeMap<String, String> =
+        [("NESTOR_CLIENTS_WITHOUT_ROLE".to_owned(), "refuse".to_owned())].into();
+    match catalog {
+        Some(url) => words.push(format!("--catalog={url}")),
+        None => {
+            let backups = data.with_file_name("backups").display().to_string();
+            env.insert("NESTOR_BACKUP_DIR".to_owned(), backups);
+        }
+    }
+    Component {
         argv: words,
-        // As variables, which an earlier version without these flags ignores.
-        env: [
-            ("NESTOR_BACKUP_DIR".to_owned(), dir.join("backups").display().to_string()),
-            ("NESTOR_CLIENTS_WITHOUT_ROLE".to_owned(), "refuse".to_owned()),
-        ]
-        .into(),
-        ready: Ready::http(free[1], "/readyz"),
-        http: Some(format!("http://127.0.0.1:{}", free[1])),
+        env,
+        // A passive server lives, but is not ready.
+        ready: Ready::http(ops, if catalog.is_some() { "/healthz" } else { "/readyz" }),
+        http: Some(format!("http://127.0.0.1:{ops}")),
         grace: 15,
         driver: None,
-    };
-    run.launch("storage-infra", component).await?;
-    let client = client(&infra)?;
+    }
+}
+
+async fn register_pools(infra: &Infra, engine: Engine) -> Result<()> {
+    let client = client(infra)?;
     for (name, path) in &infra.pools {
         let spec = PoolSpec {
             engine: match engine {

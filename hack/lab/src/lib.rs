@@ -26,6 +26,7 @@ pub mod cli;
 pub mod cluster;
 pub mod cluster_api;
 pub mod containerd;
+pub mod database;
 mod demo;
 pub mod deployed;
 mod down;

@@ -43,6 +43,9 @@ pub struct UpOptions {
     /// Storage engine of the pools. `rbd` starts a small Ceph cluster, and installs its Debian packages.
     #[arg(long, value_enum, default_value_t)]
     pub engine: Engine,
+    /// Number of storage-infra servers. Several have their catalog in a PostgreSQL database; one of them is active.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3), conflicts_with = "deployed")]
+    pub infra_servers: u32,
     /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
@@ -68,6 +71,7 @@ impl Default for UpOptions {
             replicas: 1,
             kubernetes: Kubernetes::default(),
             engine: Engine::default(),
+            infra_servers: 1,
             release: false,
             deployed: false,
             version: None,
@@ -123,7 +127,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     };
     // The VMs boot while the control planes start, because booting takes longest.
     futures::try_join!(
-        start_infra(ui, run, &built, options.engine, &plan, disks.as_ref()),
+        start_infra(ui, run, &built, options, &plan, disks.as_ref()),
         start_management(ui, run, &built, &plan.management),
         futures::future::try_join_all(plan.guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
     )?;
@@ -270,10 +274,11 @@ async fn start_infra(
     ui: &Ui,
     run: &Run,
     built: &Built,
-    engine: Engine,
+    options: &UpOptions,
     plan: &Plan,
     disks: Option<&Disks>,
 ) -> Result<()> {
+    let engine = options.engine;
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
     let mounted = match engine {
@@ -298,7 +303,7 @@ async fn start_infra(
         Engine::Rbd => ceph::start(ui, run).await?,
     };
     let step = ui.step("storage infra");
-    infra::start(run, &built.binaries, engine, pools).await?;
+    infra::start(run, &built.binaries, engine, pools, options.infra_servers).await?;
     step.done();
     connect_vms(run, plan).await
 }

@@ -98,7 +98,7 @@ async fn run(ui: &Ui, planned: &[Step], selection: &Selection, report: &mut Repo
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi]
+    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi, Kind::InfraServers]
         .into_iter()
         .chain(Kubernetes::OTHERS.map(Kind::Version))
     {
@@ -141,6 +141,9 @@ fn lab_for(kind: Kind, steps: &[Step], engine: Engine) -> (&'static str, UpOptio
             ("test-pods", UpOptions { deployed: true, release: true, version, ..UpOptions::default() })
         }
         Kind::ClusterApi => ("test-capi", UpOptions { cluster_api: true, ..UpOptions::default() }),
+        Kind::InfraServers => {
+            ("test-infra-ha", UpOptions { vms: 0, infra_servers: 2, ..UpOptions::default() })
+        }
         Kind::Version(kubernetes) => ("test-kubernetes", UpOptions { kubernetes, ..UpOptions::default() }),
     }
 }

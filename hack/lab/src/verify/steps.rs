@@ -40,6 +40,9 @@ const CLUSTER_API: &str = "capi";
 /// Module of the black-box tests that needs a lab with pools in a Ceph cluster.
 const RBD: &str = "rbd";
 
+/// Module of the black-box tests that needs a lab with several storage-infra servers.
+const INFRA_HA: &str = "infra_ha";
+
 /// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
 const ON_BOTH_ENGINES: [&str; 5] = [
     "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
@@ -127,6 +130,8 @@ pub(super) enum Kind {
     Pods,
     /// Cluster API makes the VMs.
     ClusterApi,
+    /// Two storage-infra servers, and no VMs.
+    InfraServers,
     /// All clusters run this version of Kubernetes.
     Version(Kubernetes),
 }
@@ -168,7 +173,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
-    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD];
+    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD, INFRA_HA];
     let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
@@ -181,8 +186,10 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps.extend(DEPLOYED.map(|module| {
         step(module, Set::All, &description(module), blackbox_in(Kind::Pods, format!("{module}::"), None))
     }));
-    let work = blackbox_in(Kind::ClusterApi, format!("{CLUSTER_API}::"), None);
-    steps.push(step(CLUSTER_API, Set::All, &description(CLUSTER_API), work));
+    let others = [(CLUSTER_API, Kind::ClusterApi), (INFRA_HA, Kind::InfraServers)];
+    steps.extend(others.map(|(module, lab)| {
+        step(module, Set::All, &description(module), blackbox_in(lab, format!("{module}::"), None))
+    }));
     steps.extend(Kubernetes::OTHERS.map(|version| {
         let description = format!("{} with Kubernetes {version}", description(KUBERNETES));
         let work = blackbox_in(Kind::Version(version), format!("{KUBERNETES}::"), None);
@@ -366,6 +373,7 @@ mod tests {
             "upgrade",
             "deployed",
             "capi",
+            "infra_ha",
         ];
         assert_eq!(
             names(&steps()[first..]),
@@ -397,6 +405,7 @@ mod tests {
                 "upgrade",
                 "deployed",
                 "capi",
+                "infra_ha",
                 "kubernetes-1.35",
                 "kubernetes-1.37",
             ]

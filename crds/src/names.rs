@@ -189,8 +189,6 @@ pub const ANNOTATION_MADE_BY: &str = "nestor.dev/made-by";
 /// Annotation on a management claim or VolumeSnapshot: UID of the Cluster object in the ownerReference that gc-csi set.
 /// gc-csi does not touch other ownerReferences.
 pub const ANNOTATION_DELETED_WITH: &str = "nestor.dev/deleted-with";
-/// Prefix of the annotations about the adoption of a file.
-pub const ANNOTATION_ADOPTION_PREFIX: &str = "nestor.dev/adopt";
 /// Annotation on a management PersistentVolume: path of a file on the host of the storage infra, which becomes the volume. Set
 /// by the platform team.
 pub const ANNOTATION_ADOPT_FILE: &str = "nestor.dev/adopt-file";

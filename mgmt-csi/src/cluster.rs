@@ -1,9 +1,10 @@
 //! Informers for the PersistentVolumeClaims and PersistentVolumes of the management cluster, shared by all components.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::names::{
-    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_ADOPTION_PREFIX, ANNOTATION_ANTI_AFFINITY,
+    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_ADOPT_FILE, ANNOTATION_ADOPTED_FILE, ANNOTATION_ANTI_AFFINITY,
     ANNOTATION_DELETION_TRACEPARENT, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES,
     ANNOTATION_SHARED_FROM, ANNOTATION_SHARED_WITH, ANNOTATION_TRACEPARENT, ATTRIBUTE_SIBLING_OF,
     CONDITION_HEALTHY, FINALIZER_ATTACHED, MANAGEMENT_DRIVER,
@@ -17,7 +18,7 @@ use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
 use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    PersistentVolumeSpec, identity, with_prefix,
+    PersistentVolumeSpec, identity,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -235,9 +236,16 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.status.conditions.shrink_to_fit();
 }
 
+/// The annotations about the adoption of a file.
+fn about_adoption(annotations: Option<BTreeMap<String, String>>) -> Option<BTreeMap<String, String>> {
+    let mut kept = annotations?;
+    kept.retain(|key, _| [ANNOTATION_ADOPT_FILE, ANNOTATION_ADOPTED_FILE].contains(&key.as_str()));
+    Some(kept).filter(|kept| !kept.is_empty())
+}
+
 fn trim_volume(volume: &mut PersistentVolume) {
     volume.metadata = ObjectMeta {
-        annotations: with_prefix(volume.metadata.annotations.take(), ANNOTATION_ADOPTION_PREFIX),
+        annotations: about_adoption(volume.metadata.annotations.take()),
         labels: only_ownership(volume.metadata.labels.take()),
         deletion_timestamp: volume.metadata.deletion_timestamp.take(),
         ..identity(&mut volume.metadata)

@@ -30,6 +30,16 @@ async fn active(s: &Scenario, not: Option<&str>) -> Result<String> {
     .await
 }
 
+/// Waits until a server leads. It is not ready while it may not use the pools.
+async fn leads(s: &Scenario, server: &str) -> Result<()> {
+    eventually(&format!("{server} leads"), PATIENCE, || async {
+        let metrics = s.lab.metrics(server).await?;
+        let is_active = metrics.lines().any(|line| line == "nestor_storage_infra_active 1");
+        Ok(if is_active { Ok(()) } else { Err("it is passive".to_owned()) })
+    })
+    .await
+}
+
 async fn volumes(s: &Scenario, count: usize) -> Result<Vec<String>> {
     try_join_all((0..count).map(|_| s.volume())).await
 }
@@ -90,7 +100,8 @@ async fn a_stopped_server_does_nothing_when_it_goes_on() -> Result<()> {
         let stopped = active(&s, None).await?;
         let pid = s.lab.pid(&stopped).context("it does not run")?;
         let paused = s.pause_component(&stopped)?;
-        active(&s, Some(&stopped)).await?;
+        let [first, second] = servers();
+        leads(&s, if stopped == first { &second } else { &first }).await?;
         // The stopped server still has the locks of the pools.
         let (refused, other) = (s.driver.publish(&volume, &node.name).await, s.lab.pid(&stopped));
         ensure!(refused.is_err() && other == Some(pid), "{refused:?}");

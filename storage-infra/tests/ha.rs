@@ -1,6 +1,7 @@
 //! Two servers on one PostgreSQL database: one is active. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::print_stdout, reason = "tests show what they measured")]
 
 mod support;
 

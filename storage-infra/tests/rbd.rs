@@ -55,8 +55,10 @@ async fn volumes_and_snapshots_are_images_that_a_user_of_one_namespace_can_manag
     assert_eq!(created.ceph, kept(None));
     assert_eq!((created.engine, created.path.as_str()), (EngineKind::Rbd, spec.path.as_str()));
     ceph.limit_to_class("ssd");
-    until("the device class is shown", async || {
-        client.get_pool(&pool()).await.unwrap().unwrap().ceph == kept(Some("ssd"))
+    // The cluster computes anew what is free.
+    until("the device class and its free space are shown", async || {
+        let shown = client.get_pool(&pool()).await.unwrap().unwrap();
+        shown.ceph == kept(Some("ssd")) && shown.free_bytes > 0
     })
     .await;
     // The user cannot reach the rest of the Ceph pool.

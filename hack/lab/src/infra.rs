@@ -70,9 +70,8 @@ pub async fn start(
     pools: BTreeMap<String, PathBuf>,
     servers: u32,
 ) -> Result<()> {
-    let listen: Vec<[u16; 2]> =
-        (0..servers).map(|_| Ok([ports::free(1)?[0], ports::free(1)?[0]])).collect::<Result<_>>()?;
-    let urls: Vec<String> = listen.iter().map(|[api, _]| format!("https://127.0.0.1:{api}")).collect();
+    let (api, ops) = (ports::free(servers as usize)?, ports::free(servers as usize)?);
+    let urls: Vec<String> = api.iter().map(|port| format!("https://127.0.0.1:{port}")).collect();
     let dir = run.path("infra");
     let infra = Infra {
         url: urls.join(","),
@@ -88,7 +87,7 @@ pub async fn start(
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     write_certificates(&infra.pki)?;
     let catalog = if servers > 1 { Some(database::start(run).await?) } else { None };
-    for (number, ports) in (1..).zip(listen) {
+    for (number, ports) in (1..).zip(api.into_iter().zip(ops)) {
         let component = server(&infra, binaries, &dir.join(data_dir(number)), ports, catalog.as_deref());
         run.launch(&server_name(number), component).await?;
     }
@@ -105,7 +104,7 @@ fn server(
     infra: &Infra,
     binaries: &Path,
     data: &Path,
-    [api, ops]: [u16; 2],
+    (api, ops): (u16, u16),
     catalog: Option<&str>,
 ) -> Component {
     let program = binaries.join("storage-infra").display().to_string();

@@ -239,11 +239,19 @@ fn same(error: &rusqlite::Error) -> CatalogError {
 }
 
 /// Runs and commits all waiting transactions and answers them.
-fn commit_group(connection: &mut Connection, mut waiting: VecDeque<Write>, changes: &AtomicU64) {
+fn commit_group(connection: &mut Connection, waiting: VecDeque<Write>, changes: &AtomicU64) {
+    answer_groups(waiting, same, |waiting, answers| run_and_commit(connection, waiting, answers, changes));
+}
+
+/// Commits all waiting transactions with `run_and_commit`, in one group or several, and answers them. `same` copies an error.
+pub(super) fn answer_groups<E>(
+    mut waiting: VecDeque<Write>,
+    same: fn(&E) -> CatalogError,
+    mut run_and_commit: impl FnMut(&mut VecDeque<Write>, &mut Vec<Answer>) -> Result<(), E>,
+) {
     while !waiting.is_empty() {
-        let mut answers = Vec::new();
-        let count = waiting.len();
-        let outcome = run_and_commit(connection, &mut waiting, &mut answers, changes);
+        let (mut answers, count) = (Vec::new(), waiting.len());
+        let outcome = run_and_commit(&mut waiting, &mut answers);
         if let (Err(error), true) = (&outcome, waiting.len() == count) {
             // Not even the first transaction could be started.
             for write in waiting.drain(..) {

@@ -29,12 +29,12 @@ pub(super) async fn create(run: &Run, guest: &Guest, workers: u32) -> Result<()>
     let client = kubeconfig::client(&management.kubeconfig).await?;
     let secrets = [
         // The controllers look for the node of each Machine.
-        (format!("{CLUSTER}-kubeconfig"), "value", std::fs::read(&guest.cluster.kubeconfig)?),
+        (format!("{CLUSTER}-kubeconfig"), std::fs::read(&guest.cluster.kubeconfig)?),
         // A VM of the lab gets its credentials from the provider.
-        (format!("{MACHINE_DEPLOYMENT}-bootstrap"), "value", b"none".to_vec()),
+        (format!("{MACHINE_DEPLOYMENT}-bootstrap"), b"none".to_vec()),
     ];
-    for (name, key, value) in secrets {
-        apply_one(&client, secret(&guest.namespace, &name, key, value)).await?;
+    for (name, value) in secrets {
+        apply_one(&client, secret(&guest.namespace, &name, value)).await?;
     }
     for object in objects(guest, workers)? {
         apply_one(&client, object).await?;
@@ -47,10 +47,10 @@ pub(super) async fn create(run: &Run, guest: &Guest, workers: u32) -> Result<()>
     ready(&client, guest, "LabControlPlane", "labcontrolplanes", initialized).await
 }
 
-fn secret(namespace: &str, name: &str, key: &str, value: Vec<u8>) -> Value {
+fn secret(namespace: &str, name: &str, value: Vec<u8>) -> Value {
     let labels = json!({"cluster.x-k8s.io/cluster-name": CLUSTER});
     let secret = Secret {
-        data: Some([(key.to_owned(), ByteString(value))].into()),
+        data: Some([("value".to_owned(), ByteString(value))].into()),
         type_: Some("cluster.x-k8s.io/secret".to_owned()),
         ..Default::default()
     };

@@ -10,7 +10,7 @@ use super::connection::Target;
 use super::lead::{self, Lead};
 use super::session::Session;
 use crate::catalog::db::Db;
-use crate::catalog::group_commit::{Answer, Read, Write};
+use crate::catalog::group_commit::{Answer, Read, Write, answer_groups};
 use crate::catalog::{CatalogError, Result, Tx};
 use crate::lease::NotActive;
 
@@ -94,21 +94,8 @@ impl Writer {
     }
 
     /// Runs and commits all waiting transactions and answers them.
-    pub(in crate::catalog) fn commit_group(&mut self, mut waiting: VecDeque<Write>, changes: &AtomicU64) {
-        while !waiting.is_empty() {
-            let (mut answers, count) = (Vec::new(), waiting.len());
-            let outcome = self.run_and_commit(&mut waiting, &mut answers, changes);
-            if let (Err(error), true) = (&outcome, waiting.len() == count) {
-                // Not even the first transaction could be started.
-                for write in waiting.drain(..) {
-                    let (answer, _) = (write.work)(Err(same(error)));
-                    answer(Err(same(error)));
-                }
-            }
-            for answer in answers {
-                answer(outcome.as_ref().copied().map_err(same));
-            }
-        }
+    pub(in crate::catalog) fn commit_group(&mut self, waiting: VecDeque<Write>, changes: &AtomicU64) {
+        answer_groups(waiting, same, |waiting, answers| self.run_and_commit(waiting, answers, changes));
     }
 
     fn run_and_commit(

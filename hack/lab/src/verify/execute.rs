@@ -46,9 +46,9 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
             packages::ensure_ceph(ui).await?;
             shown(ui, &step.name, cargo().args(args)).await
         }
-        Work::BlackBox { filters, soak_minutes, .. } => {
+        Work::BlackBox { selection, soak_minutes, .. } => {
             let lab = lab.context("this step needs a lab")?;
-            shown(ui, &step.name, &mut blackbox(lab, filters, *soak_minutes)).await
+            shown(ui, &step.name, &mut blackbox(lab, selection, *soak_minutes)).await
         }
         Work::Sanity(tier) => sanity_outcome(ui, lab.context("this step needs a lab")?, *tier).await,
     }
@@ -74,8 +74,8 @@ async fn captured(command: &mut Command) -> Result<Outcome> {
     anyhow::bail!("{}\n{}", output.status, texts.concat().trim_end())
 }
 
-fn blackbox(lab: &Lab, filters: &[String], soak_minutes: Option<u64>) -> Command {
-    let mut command = blackbox_tests(lab, filters);
+fn blackbox(lab: &Lab, selection: &[String], soak_minutes: Option<u64>) -> Command {
+    let mut command = blackbox_tests(lab, selection);
     if let Some(minutes) = soak_minutes {
         command.arg("--nocapture").env("NESTOR_SOAK_MINUTES", minutes.to_string());
     }

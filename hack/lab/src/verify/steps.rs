@@ -115,8 +115,9 @@ pub(super) enum Work {
     Schemathesis,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
-    /// The black-box tests whose names contain one of these texts, in a lab; the duration of the soak test, if it is not the usual.
-    BlackBox { filters: Vec<String>, soak_minutes: Option<u64>, lab: Kind },
+    /// The black-box tests that these arguments of the test program select, in a lab; the duration of the soak test, if it is
+    /// not the usual.
+    BlackBox { selection: Vec<String>, soak_minutes: Option<u64>, lab: Kind },
 }
 
 /// The labs that steps need.
@@ -173,36 +174,45 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
+    let of = |module: &str| tests_of(module, capabilities);
     let of_own_lab = [KUBERNETES, CLUSTER_API, RBD, INFRA_HA];
     let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
-        step(module, set, &description(module), blackbox(format!("{module}::"), None))
+        step(module, set, &description(module), blackbox(of(module), None))
     }));
-    let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
+    let long_soak = blackbox(of("soak"), Some(LONG_SOAK_MINUTES));
     let long_soak_description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
     steps.push(step("long-soak", Set::All, &long_soak_description, long_soak));
-    steps.extend(on_rbd());
+    steps.extend(on_rbd(of(RBD)));
     steps.extend(DEPLOYED.map(|module| {
-        step(module, Set::All, &description(module), blackbox_in(Kind::Pods, format!("{module}::"), None))
+        step(module, Set::All, &description(module), blackbox_in(Kind::Pods, of(module), None))
     }));
     let others = [(CLUSTER_API, Kind::ClusterApi), (INFRA_HA, Kind::InfraServers)];
     steps.extend(others.map(|(module, lab)| {
-        step(module, Set::All, &description(module), blackbox_in(lab, format!("{module}::"), None))
+        step(module, Set::All, &description(module), blackbox_in(lab, of(module), None))
     }));
     steps.extend(Kubernetes::OTHERS.map(|version| {
         let description = format!("{} with Kubernetes {version}", description(KUBERNETES));
-        let work = blackbox_in(Kind::Version(version), format!("{KUBERNETES}::"), None);
+        let work = blackbox_in(Kind::Version(version), of(KUBERNETES), None);
         step(&format!("kubernetes-{version}"), Set::All, &description, work)
     }));
     steps
 }
 
+/// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
+/// names end with it (`infra_ha` for `ha`) are excluded.
+fn tests_of(module: &str, modules: &[String]) -> Vec<String> {
+    let tests = |module: &str| format!("{module}::");
+    let others = modules.iter().filter(|other| *other != module && other.ends_with(module));
+    let excluded = others.flat_map(|other| ["--skip".to_owned(), tests(other)]);
+    std::iter::once(tests(module)).chain(excluded).collect()
+}
+
 /// Steps in a lab with pools in a Ceph cluster.
-fn on_rbd() -> [Step; 2] {
-    let own = Work::BlackBox { filters: vec![format!("{RBD}::")], soak_minutes: None, lab: Kind::Ceph };
-    let filters = ON_BOTH_ENGINES.map(str::to_owned).to_vec();
-    let both = Work::BlackBox { filters, soak_minutes: None, lab: Kind::Ceph };
+fn on_rbd(own: Vec<String>) -> [Step; 2] {
+    let own = blackbox_in(Kind::Ceph, own, None);
+    let both = blackbox_in(Kind::Ceph, ON_BOTH_ENGINES.map(str::to_owned).to_vec(), None);
     [
         step(RBD, Set::All, "black-box tests in tests/tests/rbd.rs, with pools in a Ceph cluster", own),
         step("rbd-volumes", Set::All, "black-box tests of other modules, with pools in a Ceph cluster", both),
@@ -259,12 +269,12 @@ fn step(name: &str, set: Set, description: &str, work: Work) -> Step {
     Step { name: name.to_owned(), description: description.to_owned(), set, work }
 }
 
-fn blackbox(filter: String, soak_minutes: Option<u64>) -> Work {
-    blackbox_in(Kind::Processes, filter, soak_minutes)
+fn blackbox(selection: Vec<String>, soak_minutes: Option<u64>) -> Work {
+    blackbox_in(Kind::Processes, selection, soak_minutes)
 }
 
-fn blackbox_in(lab: Kind, filter: String, soak_minutes: Option<u64>) -> Work {
-    Work::BlackBox { filters: vec![filter], soak_minutes, lab }
+fn blackbox_in(lab: Kind, selection: Vec<String>, soak_minutes: Option<u64>) -> Work {
+    Work::BlackBox { selection, soak_minutes, lab }
 }
 
 /// The selected steps and the ones that they require, in order.
@@ -278,7 +288,7 @@ pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Ste
         Choice::Filter(filter) => {
             steps.retain(|step| step.set == Set::Quick);
             let description = format!("black-box tests whose names contain {filter:?}");
-            steps.push(step(filter, Set::Normal, &description, blackbox(filter.to_owned(), None)));
+            steps.push(step(filter, Set::Normal, &description, blackbox(vec![filter.to_owned()], None)));
         }
         Choice::Only(names) => {
             check_names(&steps, names)?;
@@ -346,6 +356,13 @@ mod tests {
         let unique: BTreeSet<&str> = names(&steps).into_iter().collect();
         assert_eq!(unique.len(), steps.len());
         assert!(steps.iter().all(|step| !step.name.contains(',')));
+    }
+
+    #[test]
+    fn a_module_whose_name_ends_like_another_does_not_run_with_it() {
+        let modules = ["ha", "infra_ha", "haste"].map(str::to_owned);
+        assert_eq!(tests_of("ha", &modules), ["ha::", "--skip", "infra_ha::"]);
+        assert_eq!(tests_of("infra_ha", &modules), ["infra_ha::"]);
     }
 
     #[test]

@@ -8,8 +8,8 @@ use anyhow::Result;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, pod, recovery,
-    retry, scale, sustain, trace, tracing,
+    attach, blocked, burst, copy, create, delete, extents, fairness, idle, io, lifecycle, memory, pod,
+    recovery, retry, scale, sustain, trace, tracing,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -112,6 +112,13 @@ enum Bench {
         #[command(flatten)]
         options: pod::Options,
     },
+    /// Reads and writes of a volume by fio in a VM, compared with a disk that is attached by hand.
+    Io {
+        #[command(flatten)]
+        work: Work,
+        #[command(flatten)]
+        options: io::Options,
+    },
     /// From the start of a process until it is ready, and from an API server's return until all watches are back.
     Recovery {
         #[command(flatten)]
@@ -165,6 +172,7 @@ impl Bench {
             Self::Sustain(_) => "sustain",
             Self::Memory { .. } => "memory",
             Self::Pod { .. } => "pod",
+            Self::Io { .. } => "io",
             Self::Recovery { .. } => "recovery",
             Self::Fairness(_) => "fairness",
             Self::Extents { .. } => "extents",
@@ -202,6 +210,7 @@ impl Bench {
             Self::Sustain(load) => sustain::run(report, load).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Pod { work, options } => pod::run(report, work, options).await,
+            Self::Io { work, options } => io::run(report, work, options).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
             Self::Fairness(load) => fairness::run(report, load).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,

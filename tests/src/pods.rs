@@ -26,7 +26,7 @@ use crate::{Scenario, eventually, guest};
 /// How long a pod may take from creation to exit: VMs can be emulated, and share this host.
 pub(crate) const POD: Duration = Duration::from_secs(600);
 /// How long a pod or disk may take to be removed: kubelet reports the volumes in use only every 10 s.
-pub(crate) const GONE: Duration = Duration::from_secs(400);
+pub const GONE: Duration = Duration::from_secs(400);
 /// The only image in the VMs.
 pub const IMAGE: &str = "localhost/busybox:1";
 

@@ -9,6 +9,7 @@ pub mod delete;
 pub mod extents;
 pub mod fairness;
 pub mod idle;
+pub mod io;
 pub mod lifecycle;
 pub mod memory;
 pub mod pod;

@@ -58,6 +58,9 @@ const CEPH: [(&str, &str); 5] = [
     ("qemu-block-extra", "QEMU opens RBD images with it"),
 ];
 
+/// What only the bench `io` needs.
+const FIO: [(&str, &str); 1] = [("fio", "reads and writes disks in the bench io")];
+
 /// Ensures that all packages of a lab are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
     ensure_all(ui, &PACKAGES).await
@@ -77,6 +80,11 @@ pub(crate) async fn ensure_arm64(ui: &Ui) -> Result<()> {
 pub(crate) async fn ensure_ceph(ui: &Ui) -> Result<()> {
     ensure(ui).await?;
     ensure_all(ui, &CEPH).await
+}
+
+/// Ensures that fio is installed.
+pub async fn ensure_fio(ui: &Ui) -> Result<()> {
+    ensure_all(ui, &FIO).await
 }
 
 /// Ensures that Node.js and npm are installed.

@@ -16,7 +16,7 @@ pub const MAX_ZONE: usize = 63;
 /// Maximum length of an anti-affinity ID in bytes.
 pub const MAX_ANTI_AFFINITY_ID: usize = 63;
 /// Maximum size of all labels of one object in bytes, encoded as JSON.
-pub const MAX_LABELS: usize = 780;
+pub const MAX_LABELS: usize = 770;
 /// Maximum length of a class name in bytes, that of a Kubernetes object's name.
 pub const MAX_CLASS: usize = 253;
 /// Maximum length of a node's name in bytes, that of a Kubernetes object's name.

@@ -69,7 +69,7 @@ impl Controller {
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
         let capabilities = capability::required_all(&request.volume_capabilities)?;
-        let Parameters { mut placement, mut labels, anti_affinity, shareable, claim: claim_key } =
+        let Parameters { mut placement, mut labels, anti_affinity, shareable, disk, claim: claim_key } =
             Parameters::read(&request.parameters)?;
         if let Some(why) = access::refusal(&capabilities, shareable) {
             return Err(Status::invalid_argument(why));
@@ -118,6 +118,7 @@ impl Controller {
             qos,
             // Only for volumes that request it, so that no other can be attached twice by mistake.
             shareable: access::is_shared(&capabilities),
+            disk,
             owner,
             labels,
         };

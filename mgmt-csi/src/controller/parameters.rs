@@ -6,7 +6,7 @@ use crds::anti_affinity::ClassParameters;
 use crds::names::{
     MANAGEMENT_DRIVER, PARAMETER_ANTI_AFFINITY, PARAMETER_ANTI_AFFINITY_GROUP, PARAMETER_SHAREABLE,
 };
-use infra_api::{Labels, Placement, PoolName};
+use infra_api::{DiskOptions, Labels, Placement, PoolName};
 use kube_kit::informer::Key;
 use tonic::Status;
 
@@ -14,6 +14,8 @@ use tonic::Status;
 const POOL: &str = "pool";
 /// Parameter prefix: key of a label that the pool must have.
 const POOL_LABEL: &str = "pool.";
+/// Parameters: options of the disk.
+const DISK: [&str; 4] = ["diskIo", "diskCache", "diskDiscard", "diskDetectZeroes"];
 /// Prefix of the parameters that csi-provisioner adds.
 const PROVISIONER: &str = "csi.storage.k8s.io/";
 
@@ -26,6 +28,8 @@ pub(crate) struct Parameters {
     pub(super) anti_affinity: Option<ClassParameters>,
     /// Whether several VMs may write to raw volumes at once.
     pub(super) shareable: bool,
+    /// How the hypervisor reads and writes the disk.
+    pub(super) disk: DiskOptions,
     /// The claim of the volume, if csi-provisioner passes it.
     pub(super) claim: Option<Key>,
     /// Labels that name the claim and the PV, if csi-provisioner passes them (`--extra-create-metadata`).
@@ -54,6 +58,10 @@ impl Parameters {
                         "invalid parameter {PARAMETER_SHAREABLE:?}: {value:?} is neither \"true\" nor \"false\""
                     ))
                 })?;
+            } else if DISK.contains(&key.as_str()) {
+                set_option(&mut read.disk, key, value).map_err(|why| {
+                    Status::invalid_argument(format!("invalid parameter {key:?}: {value:?} {why}"))
+                })?;
             } else if let Some(label) = key.strip_prefix(POOL_LABEL).filter(|label| !label.is_empty()) {
                 read.placement.pool_labels.insert(label.to_owned(), value.clone());
             } else if key != PARAMETER_ANTI_AFFINITY && key != PARAMETER_ANTI_AFFINITY_GROUP {
@@ -61,7 +69,9 @@ impl Parameters {
                     "unknown parameter {key:?}: a StorageClass of {MANAGEMENT_DRIVER} can have {POOL:?} (name of a pool), \
                      \"{POOL_LABEL}<label>\" (label that the pool must have), {PARAMETER_ANTI_AFFINITY:?} (\"preferred\" or \
                      \"required\": volumes of a group are placed in different pools), {PARAMETER_ANTI_AFFINITY_GROUP:?} (the \
-                     group) and {PARAMETER_SHAREABLE:?} (\"true\": several VMs may write to raw volumes at once)"
+                     group), {PARAMETER_SHAREABLE:?} (\"true\": several VMs may write to raw volumes at once) and {} (how the \
+                     hypervisor reads and writes the disk)",
+                    DISK.map(|option| format!("{option:?}")).join(", ")
                 )));
             }
         }
@@ -77,8 +87,20 @@ impl Parameters {
     }
 }
 
+fn set_option(disk: &mut DiskOptions, key: &str, value: &str) -> Result<(), String> {
+    let [io, cache, discard, _] = DISK;
+    match key {
+        _ if key == io => disk.io = Some(value.parse()?),
+        _ if key == cache => disk.cache = Some(value.parse()?),
+        _ if key == discard => disk.discard = Some(value.parse()?),
+        _ => disk.detect_zeroes = Some(value.parse()?),
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
+    use infra_api::{DetectZeroes, DiskCache, DiskDiscard, DiskIo};
     use tonic::Code;
 
     use super::*;
@@ -107,6 +129,24 @@ mod tests {
     }
 
     #[test]
+    fn options_of_the_disk_have_the_words_of_libvirt() {
+        let read = read(&[
+            ("diskIo", "io_uring"),
+            ("diskCache", "writeback"),
+            ("diskDiscard", "ignore"),
+            ("diskDetectZeroes", "unmap"),
+        ])
+        .unwrap();
+        let disk = DiskOptions {
+            io: Some(DiskIo::IoUring),
+            cache: Some(DiskCache::Writeback),
+            discard: Some(DiskDiscard::Ignore),
+            detect_zeroes: Some(DetectZeroes::Unmap),
+        };
+        assert_eq!(read.disk, disk);
+    }
+
+    #[test]
     fn an_error_names_the_unknown_or_invalid_parameter() {
         for (key, value) in [
             ("Pool", "fast"),
@@ -115,6 +155,9 @@ mod tests {
             ("pool", "../etc"),
             ("shareable", "yes"),
             ("antiAffinity", "yes"),
+            ("diskIo", "fast"),
+            ("diskCache", "unsafe"),
+            ("diskQueues", "4"),
         ] {
             let status = read(&[(key, value)]).unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument);

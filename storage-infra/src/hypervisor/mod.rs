@@ -9,7 +9,7 @@ pub mod source;
 use std::collections::{HashMap, HashSet};
 
 use async_trait::async_trait;
-use infra_api::{NodeState, OnFull, Qos};
+use infra_api::{DiskOptions, NodeState, OnFull, Qos};
 use uuid::Uuid;
 
 use crate::lease::NotActive;
@@ -60,6 +60,8 @@ pub struct Disk {
     pub qos: Qos,
     /// What happens when the virtual machine writes while the pool is full.
     pub on_full: OnFull,
+    /// How it is read and written.
+    pub options: DiskOptions,
 }
 
 impl Disk {

@@ -313,6 +313,7 @@ mod tests {
             shared: false,
             qos: Qos::default(),
             on_full: infra_api::OnFull::default(),
+            options: infra_api::DiskOptions::default(),
         }
     }
 

@@ -71,8 +71,8 @@ impl Case {
 pub(super) fn with_tools(serial: &str, script: &str) -> String {
     format!(
         "disk() {{
-            udevadm settle
-            ls /dev/disk/by-id/scsi-*_$1
+            page=$(grep -la \"$1\" /sys/block/sd*/device/vpd_pg80)
+            echo /dev/$(echo $page | cut -d/ -f4)
         }}
         fio() {{ /run/fio/ld.so --library-path /run/fio /run/fio/fio \"$@\"; }}
         mkdir -p /run/fio

@@ -13,10 +13,10 @@ use crate::ids::PoolName;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PoolHosts {
-    /// Names of hosts, as in the server's `--hypervisor` flags. At most 780 bytes as JSON.
+    /// Names of hosts, as in the server's `--hypervisor` flags. At most 770 bytes as JSON.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub names: Vec<String>,
-    /// Labels of hosts, as in the server's `--hypervisor-label` flags, at most 780 bytes as JSON. The zone of a host is its
+    /// Labels of hosts, as in the server's `--hypervisor-label` flags, at most 770 bytes as JSON. The zone of a host is its
     /// label `topology.kubernetes.io/zone`. Empty: no host by its labels.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,

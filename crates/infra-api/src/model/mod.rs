@@ -3,6 +3,7 @@
 mod attachments;
 mod budgets;
 mod capacity;
+mod disk_options;
 mod events;
 mod health;
 mod hosts;
@@ -19,6 +20,7 @@ mod volumes;
 pub use attachments::{Access, Attachment, AttachmentSpec, AttachmentState, FormatToken};
 pub use budgets::{Budget, BudgetExcess, BudgetLimit, BudgetSpec, ClassLimits, ClassUsage, Usage};
 pub use capacity::{Capacity, CapacityQuery};
+pub use disk_options::{DetectZeroes, DiskCache, DiskDiscard, DiskIo, DiskOptions};
 pub use events::{Change, Event, EventKind};
 pub use health::{Health, HypervisorHealth};
 pub use hosts::{Host, PoolHosts};

@@ -61,7 +61,7 @@ pub struct PoolSpec {
     /// how long deleted images stay in the trash. Immutable.
     #[schema(pattern = "^(/|rbd:)")]
     pub path: String,
-    /// Labels that volume placement can select on, at most 780 bytes as JSON. The label [`crate::ZONE_LABEL`]
+    /// Labels that volume placement can select on, at most 770 bytes as JSON. The label [`crate::ZONE_LABEL`]
     /// (`topology.kubernetes.io/zone`) names the zone that can reach the pool.
     #[serde(default)]
     pub labels: Labels,

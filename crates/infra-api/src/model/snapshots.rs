@@ -21,7 +21,7 @@ pub struct SnapshotSpec {
     /// The account that the snapshot counts for. Empty: that of the volume.
     #[serde(default, skip_serializing_if = "Account::is_nobody")]
     pub account: Account,
-    /// Labels for display and reports; at most 780 bytes as JSON.
+    /// Labels for display and reports; at most 770 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }

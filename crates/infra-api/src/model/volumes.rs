@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use super::disk_options::DiskOptions;
 use super::labels::Labels;
 use super::moves::Move;
 use super::suspensions::Suspension;
@@ -37,7 +38,7 @@ pub struct Placement {
     /// Only this pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolName>,
-    /// Only pools with all of these labels. At most 780 bytes as JSON.
+    /// Only pools with all of these labels. At most 770 bytes as JSON.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool_labels: Labels,
     /// Anti-affinity group: its volumes are placed in different pools. At most 63 bytes.
@@ -109,7 +110,8 @@ impl Owner {
 /// Desired volume: the body of `PUT /v1/volumes/{id}`.
 ///
 /// Sizes, placement (without zones), source and `shareable` identify the request: repeating it returns the existing
-/// volume (200); the same ID with other values fails with `exists`. Labels, QoS and owner of the first request are kept.
+/// volume (200); the same ID with other values fails with `exists`. Labels, QoS, options of the disk and owner of the
+/// first request are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSpec {
@@ -132,10 +134,13 @@ pub struct VolumeSpec {
     /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
+    /// How the hypervisor reads and writes the disk.
+    #[serde(default, skip_serializing_if = "DiskOptions::is_default")]
+    pub disk: DiskOptions,
     /// The account that the volume counts for, and its class.
     #[serde(default, skip_serializing_if = "Owner::is_default")]
     pub owner: Owner,
-    /// Labels for display and reports; the server ignores them. At most 780 bytes as JSON.
+    /// Labels for display and reports; the server ignores them. At most 770 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }
@@ -150,6 +155,7 @@ impl VolumeSpec {
             source: None,
             qos: Qos::default(),
             shareable: false,
+            disk: DiskOptions::default(),
             owner: Owner::default(),
             labels: Labels::new(),
         }
@@ -264,6 +270,9 @@ pub struct Volume {
     /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
+    /// How the hypervisor reads and writes the disk.
+    #[serde(default, skip_serializing_if = "DiskOptions::is_default")]
+    pub disk: DiskOptions,
     /// The account that the volume counts for, and its class.
     #[serde(default, skip_serializing_if = "Owner::is_default")]
     pub owner: Owner,

@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use infra_api::{
-    Account, Adoption, AntiAffinity, Owner, Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId,
-    VolumeSize, VolumeSource, VolumeSpec,
+    Account, Adoption, AntiAffinity, DetectZeroes, DiskCache, DiskDiscard, DiskIo, DiskOptions, Owner,
+    Placement, PoolName, Qos, Release, SnapshotId, Volume, VolumeId, VolumeSize, VolumeSource, VolumeSpec,
 };
 use process_kit::duration;
 
@@ -168,6 +168,8 @@ pub(in crate::cli) struct NewVolumeArgs {
     owner: OwnerArgs,
     #[command(flatten)]
     qos: QosArgs,
+    #[command(flatten)]
+    disk: DiskArgs,
 }
 
 impl NewVolumeArgs {
@@ -188,6 +190,7 @@ impl NewVolumeArgs {
             placement,
             qos: self.qos.into(),
             shareable: self.shareable,
+            disk: self.disk.into(),
             owner: self.owner.into(),
             ..VolumeSpec::of_size(bytes)
         }
@@ -208,6 +211,34 @@ pub(in crate::cli) struct OwnerArgs {
 impl From<OwnerArgs> for Owner {
     fn from(args: OwnerArgs) -> Self {
         Self { account: args.account.unwrap_or_default(), class: args.class }
+    }
+}
+
+/// How the hypervisor reads and writes the disk.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct DiskArgs {
+    /// How QEMU reads and writes a file: threads, native or io_uring. [default: native]
+    #[arg(long, value_name = "MODE")]
+    disk_io: Option<DiskIo>,
+    /// Whether Ceph's client acknowledges writes from its cache: none or writeback. [default: none]
+    #[arg(long, value_name = "MODE")]
+    disk_cache: Option<DiskCache>,
+    /// What happens with the guest's discards: unmap or ignore. [default: unmap]
+    #[arg(long, value_name = "MODE")]
+    disk_discard: Option<DiskDiscard>,
+    /// What happens with writes of zeros: off, on or unmap. [default: off]
+    #[arg(long, value_name = "MODE")]
+    disk_detect_zeroes: Option<DetectZeroes>,
+}
+
+impl From<DiskArgs> for DiskOptions {
+    fn from(args: DiskArgs) -> Self {
+        Self {
+            io: args.disk_io,
+            cache: args.disk_cache,
+            discard: args.disk_discard,
+            detect_zeroes: args.disk_detect_zeroes,
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use infra_api::{OnFull, Qos};
+use infra_api::{DiskOptions, OnFull, Qos};
 use uuid::Uuid;
 
 use super::xml::{AttachError, LiveDomain, host_uuid};
@@ -31,6 +31,7 @@ fn disk(path: &str) -> Disk {
         shared: true,
         qos: Qos { iops: Some(1), bytes_per_second: None },
         on_full: OnFull::Pause,
+        options: DiskOptions::default(),
     }
 }
 

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::Libvirt;
 use super::virsh::virsh;
 use super::xml::{AttachError, LiveDisk, mirror_xml};
-use crate::hypervisor::{DiskSource, HypervisorError, Mirror, MirroredDisk, Result};
+use crate::hypervisor::{Disk, DiskSource, HypervisorError, Mirror, MirroredDisk, Result};
 
 fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
@@ -78,12 +78,12 @@ impl Libvirt {
     pub(super) async fn start_copy(
         &self,
         node: Uuid,
-        disk: Uuid,
+        disk: &Disk,
         to: &DiskSource,
         rate: Option<u64>,
     ) -> Result<()> {
-        let found = self.copied_disk(node, disk).await?;
-        let text = mirror_xml(to).map_err(|why| match why {
+        let found = self.copied_disk(node, disk.uuid).await?;
+        let text = mirror_xml(to, &disk.options).map_err(|why| match why {
             AttachError::NoFreeSlot(why) | AttachError::Unsupported(why) => HypervisorError::Refused(why),
         })?;
         let failed = |error| HypervisorError::Refused(format!("cannot write the XML of a copy: {error}"));

@@ -271,7 +271,7 @@ impl Hypervisor for Libvirt {
 
     async fn start_mirror(&self, node: Uuid, disk: &Disk, to: &DiskSource, rate: Option<u64>) -> Result<()> {
         let _guard = self.changes.lock(node).await;
-        self.start_copy(node, disk.uuid, to, rate).await
+        self.start_copy(node, disk, to, rate).await
     }
 
     async fn set_mirror_rate(&self, node: Uuid, disk: &Disk, rate: Option<u64>) -> Result<()> {

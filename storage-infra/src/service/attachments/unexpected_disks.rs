@@ -53,7 +53,8 @@ impl Found {
     fn disk(&self, source: DiskSource) -> Disk {
         let read_only = self.plugged.read_only;
         let (uuid, qos, on_full) = (self.volume.disk_uuid, self.volume.qos, self.pool.spec.on_full);
-        Disk { uuid, source, read_only, shared: false, qos, on_full }
+        let options = self.volume.spec.disk;
+        Disk { uuid, source, read_only, shared: false, qos, on_full, options }
     }
 
     /// Why the disk is not proven to be ours and unused; None if it is. `is_recorded_holder`: the volume's on-disk

@@ -31,6 +31,7 @@ impl AttachmentContext {
             shared: self.row.access != Access::SingleNode,
             qos: self.volume.qos,
             on_full: self.pool.spec.on_full,
+            options: self.volume.spec.disk,
         }
     }
 

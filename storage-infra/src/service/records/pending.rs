@@ -2,7 +2,7 @@
 
 use infra_api::{
     Access, Labels, MovePhase, NodeRef, NodeSpec, ObjectKind, Owner, Placement, PoolName, Problem,
-    ProblemCode, VolumeId, VolumeSpec, VolumeState,
+    ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
 };
 
 use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
@@ -23,9 +23,10 @@ pub(in crate::service) fn volume_record(
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
         capacity: row.capacity,
-        // Zones matter only for new volumes, the owner is recorded below, and the size of a record is limited.
+        // Zones matter only for new volumes, owner and limits are recorded below, and the size of a record is limited.
         spec: VolumeSpec {
             owner: Owner::default(),
+            qos: Qos::default(),
             placement: Placement { zones: Vec::new(), ..row.spec.placement.clone() },
             ..row.spec.clone()
         },
@@ -172,6 +173,7 @@ impl PendingRecord {
             shared: holder.access != Access::SingleNode,
             qos: self.row.qos,
             on_full: self.pool.spec.on_full,
+            options: self.row.spec.disk,
         }
     }
 
@@ -202,8 +204,9 @@ pub(in crate::service) fn unended(
 #[cfg(test)]
 mod tests {
     use infra_api::{
-        Account, AntiAffinity, AttachmentId, FormatToken, MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS,
-        MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, PoolName, Qos, SnapshotId, VolumeSource,
+        Account, AntiAffinity, AttachmentId, DetectZeroes, DiskCache, DiskDiscard, DiskIo, DiskOptions,
+        FormatToken, MAX_ANTI_AFFINITY_ID, MAX_CLASS, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES,
+        PoolName, Qos, SnapshotId, VolumeSource,
     };
     use uuid::Uuid;
 
@@ -232,6 +235,12 @@ mod tests {
             source: Some(VolumeSource::Volume(VolumeId::new("s".repeat(LONGEST_ID)).unwrap())),
             qos: Qos { iops: Some(u64::MAX), bytes_per_second: Some(u64::MAX) },
             shareable: true,
+            disk: DiskOptions {
+                io: Some(DiskIo::IoUring),
+                cache: Some(DiskCache::Writeback),
+                discard: Some(DiskDiscard::Ignore),
+                detect_zeroes: Some(DetectZeroes::Unmap),
+            },
             owner: Owner { account: Account::new("g".repeat(63)).unwrap(), class: "c".repeat(MAX_CLASS) },
             labels: labels(),
         };

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use infra_api::{
-    Adoption, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec,
-    VolumeState,
+    Adoption, DiskOptions, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId,
+    VolumeSpec, VolumeState,
 };
 use tokio::sync::oneshot;
 
@@ -63,6 +63,7 @@ fn spec_of(adoption: &Adoption, size: u64) -> VolumeSpec {
         source: None,
         qos: adoption.qos,
         shareable: adoption.shareable,
+        disk: DiskOptions::default(),
         owner: adoption.owner.clone(),
         labels: Labels::new(),
     }

@@ -200,6 +200,7 @@ impl Volumes {
             source: row.spec.source,
             qos: row.qos,
             shareable: row.spec.shareable,
+            disk: row.spec.disk,
             owner: row.owner,
             labels: row.spec.labels,
             created_at: row.created_at,

@@ -90,7 +90,7 @@ impl<'a> Fleet<'a> {
         let (name, uuid) = (unique("vm"), Uuid::new_v4());
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         lab::infra::simulate(infra, &uuid.to_string())?;
-        lab::virtual_machines::create(&self.client, &namespace, label, &name, &uuid.to_string(), ZONE)
+        lab::virtual_machines::create(&self.client, &namespace, label, &name, &uuid.to_string(), Some(ZONE))
             .await?;
         lab::virtual_machines::wait_until_registered(&self.client, &namespace, &name).await?;
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);

@@ -107,7 +107,7 @@ impl<'a> SyntheticVolumes<'a> {
         let client = &self.s.management;
         let first = numbers.first().copied().unwrap_or_default();
         let (name, uuid) = (format!("{}-vm-{first}", self.label), Uuid::new_v4().to_string());
-        lab::virtual_machines::create(client, &self.namespace, &self.s.cluster_id, &name, &uuid, ZONE)
+        lab::virtual_machines::create(client, &self.namespace, &self.s.cluster_id, &name, &uuid, Some(ZONE))
             .await?;
         let claims: Vec<String> = numbers.iter().map(|number| self.claim(*number)).collect();
         let (entries, disks): (Vec<Value>, Vec<Value>) = claims

@@ -7,7 +7,7 @@ use crds::names::ANNOTATION_PROVEN_OFF;
 use kube::ResourceExt;
 use kube::api::{Patch, PatchParams};
 use lab::LoopNode;
-use lab::vm::virsh;
+use lab::vm::{virsh, virsh_of};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use uuid::Uuid;
@@ -131,7 +131,7 @@ impl Scenario {
 
     /// The XML of a disk in the live domain; `None` if it is not attached.
     pub async fn libvirt_disk(&self, vm: &str, disk: &str) -> Result<Option<String>> {
-        let domain = virsh(self.lab.run(), ["dumpxml", vm]).await?;
+        let domain = virsh_of(self.lab.run(), vm, ["dumpxml", vm]).await?;
         let serial = format!("<serial>{disk}</serial>");
         let mut disks = domain.split("<disk ").skip(1).filter_map(|rest| rest.split("</disk>").next());
         Ok(disks.find(|xml| xml.contains(&serial)).map(str::to_owned))
@@ -142,6 +142,6 @@ impl Scenario {
         let xml = self.libvirt_disk(vm, disk).await?.context("the disk is not attached")?;
         let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
         let target = target.with_context(|| format!("a disk without target: {xml}"))?;
-        virsh(self.lab.run(), ["detach-disk", vm, target, "--live"]).await.map(drop)
+        virsh_of(self.lab.run(), vm, ["detach-disk", vm, target, "--live"]).await.map(drop)
     }
 }

@@ -109,7 +109,8 @@ impl Scenario {
         let by_id_dir = record.loop_root.join(uuid.to_string());
         // The hypervisor has a VM with this UUID.
         std::fs::create_dir_all(&by_id_dir)?;
-        virtual_machines::create(client, &namespace.name, cluster_id, &name, &uuid.to_string(), zone).await?;
+        virtual_machines::create(client, &namespace.name, cluster_id, &name, &uuid.to_string(), Some(zone))
+            .await?;
         virtual_machines::wait_until_registered(client, &namespace.name, &name).await?;
         Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })
     }

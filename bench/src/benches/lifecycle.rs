@@ -165,7 +165,8 @@ async fn add_vms(s: &Scenario, vms: &mut Vec<String>, count: usize) -> Result<()
         .try_for_each_concurrent(AT_ONCE, |name| async move {
             let uuid = Uuid::new_v4().to_string();
             lab::infra::simulate(s.lab.state().infra.as_ref().context("no storage infra")?, &uuid)?;
-            lab::virtual_machines::create(&s.management, &s.namespace, &s.cluster_id, name, &uuid, ZONE).await
+            lab::virtual_machines::create(&s.management, &s.namespace, &s.cluster_id, name, &uuid, Some(ZONE))
+                .await
         })
         .await?;
     vms.extend(new);

@@ -10,6 +10,7 @@ use crate::cache::{self, Kubernetes};
 use crate::ceph::Engine;
 use crate::demo::demo;
 use crate::down::down;
+use crate::host::Host;
 use crate::lab::Lab;
 use crate::run::Run;
 use crate::sanity::{Tier, sanity};
@@ -56,6 +57,13 @@ enum Verb {
         /// Components, by the names that `cargo lab status` shows.
         #[arg(required = true)]
         components: Vec<String>,
+    },
+    /// Migrate a virtual machine live to another host of a lab with several.
+    Migrate {
+        /// Name of the virtual machine.
+        vm: String,
+        /// `host-a` or `host-b`.
+        host: String,
     },
     /// Start the console, unless it runs, and print the address of its page.
     Console,
@@ -140,6 +148,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Status => Ok(exit_code(status(&run).await?)),
         Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
         Verb::Restart { components } => restart(run, &components).await,
+        Verb::Migrate { vm, host } => migrate(run, &vm, &host).await,
         Verb::Console => console(run).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
         Verb::Demo { keep, deployed, kubernetes, engine } => {
@@ -182,6 +191,14 @@ async fn restart(run: Run, components: &[String]) -> Result<ExitCode> {
         lab.restart(component).await?;
         say(format!("restarted {component}"));
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn migrate(run: Run, vm: &str, host: &str) -> Result<ExitCode> {
+    let lab = Lab::open(run)?;
+    let to = Host::named(host, lab.state().hosts())?;
+    lab.vm(vm)?.migrate(to).await?;
+    say(format!("{vm} is on {host}"));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
+use crate::host::Host;
 use crate::process::{boot_id, command};
 use crate::run::{Run, lock};
 use crate::state::State;
@@ -39,7 +40,9 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         // Once libvirt has stopped, no VM can start.
         note(stop_components(run, &state).await);
         note(stop_vms(run, &state).await);
-        note(vm::network::remove(run).await);
+        for host in Host::ALL {
+            note(vm::network::remove(run, host).await);
+        }
         // Loop devices over volumes in the pools are detached before the pools are unmounted.
         let pools = run.path("pools");
         note(unmount_all(run.dir(), |point| !point.starts_with(&pools)).await);

@@ -1,4 +1,4 @@
-//! Storage infra of a lab: two pools and the storage-infra server.
+//! Storage infra of a lab: its pools and the storage-infra server.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use infra_api::{
-    ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec, Role, account_organization,
+    ClientOptions, EngineKind, Labels, NodeSpec, OnFull, PoolHosts, PoolName, PoolSpec, Role,
+    account_organization,
 };
 
 use crate::ceph::Engine;
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
 use crate::database;
+use crate::host::{Host, Pool, REACH};
 use crate::lab::Lab;
 use crate::pki::{Authority, write_private};
 use crate::ports;
@@ -23,15 +25,15 @@ use crate::state::{Component, Infra};
 use crate::vm::libvirtd;
 use crate::wait::eventually;
 
-/// The pools: one filesystem or Ceph pool each.
+/// The pools of a lab with one host: one filesystem or Ceph pool each.
 pub(crate) const POOLS: [&str; 2] = ["pool-a", "pool-b"];
 const POOL_BYTES: u64 = 8 << 30;
 /// The zones of the lab. VMs are assigned to them in turn, loop nodes are in the first by default. Pools have no
-/// zone: all nodes reach them.
+/// zone: all nodes reach them, unless the lab has several hosts, of which each is a zone.
 pub const ZONES: [&str; 2] = ["zone-a", "zone-b"];
 /// The account of the certificate of the role backup. No guest of the lab has this cluster ID.
 pub const BACKUP_ACCOUNT: &str = "lab-backup";
-/// Name of the libvirt hypervisor in the server's flags.
+/// Name of the libvirt hypervisor in the server's flags, if the lab has one host.
 pub const LIBVIRT: &str = "libvirt";
 /// Name of the loop hypervisor: this host plays the VM.
 pub const LOOP: &str = "loop";
@@ -39,9 +41,10 @@ pub const LOOP: &str = "loop";
 pub const SIMULATED: &str = "simulated";
 
 /// Creates and mounts the pools. Must run before libvirt starts, whose mount namespace is copied at its start.
-pub async fn mount_pools(run: &Run) -> Result<BTreeMap<String, PathBuf>> {
-    let made = futures::future::try_join_all(POOLS.map(|name| mount_pool(run, name))).await?;
-    Ok(POOLS.map(ToOwned::to_owned).into_iter().zip(made).collect())
+pub async fn mount_pools(run: &Run, hosts: &[Host]) -> Result<BTreeMap<String, PathBuf>> {
+    let pools = Pool::of_lab(hosts);
+    let made = futures::future::try_join_all(pools.iter().map(|pool| mount_pool(run, pool.name))).await?;
+    Ok(pools.iter().map(|pool| pool.name.to_owned()).zip(made).collect())
 }
 
 async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
@@ -79,24 +82,40 @@ pub async fn start(
         pools,
         loop_root: dir.join("loop"),
         simulated_root: dir.join("simulated"),
-        libvirt_uri: libvirtd::uri(run),
+        libvirt_uri: libvirtd::uri(run, Host::default()),
         mgmt_socket: run.socket_dir().join("mgmt-csi.sock"),
     };
     run.update(|state| state.infra = Some(infra.clone()))?;
     fs::create_dir_all(&infra.loop_root)
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     write_certificates(&infra.pki)?;
+    let hosts = run.state()?.hosts();
+    let hypervisors = hypervisors(run, hosts);
     let catalog = if servers > 1 { Some(database::start(run).await?) } else { None };
     for (number, ports) in (1..).zip(api.into_iter().zip(ops)) {
-        let component = server(&infra, binaries, &dir.join(data_dir(number)), ports, catalog.as_deref());
+        let component =
+            server(&infra, binaries, &dir.join(data_dir(number)), ports, &hypervisors, catalog.as_deref());
         run.launch(&server_name(number), component).await?;
     }
-    register_pools(&infra, engine).await
+    register_pools(&infra, engine, hosts).await
 }
 
 /// Folder of a server beside the PKI.
 fn data_dir(number: u32) -> String {
     if number == 1 { "data".to_owned() } else { format!("data-{number}") }
+}
+
+/// Flags of the hosts. One host has no zone: its VMs have their own.
+fn hypervisors(run: &Run, hosts: &[Host]) -> Vec<(&'static str, String)> {
+    let names = hosts.iter().map(|host| (*host, host.hypervisor(hosts)));
+    let mut flags: Vec<_> = names
+        .clone()
+        .map(|(host, name)| ("hypervisor", format!("{name}=libvirt:{}", libvirtd::uri(run, host))))
+        .collect();
+    if hosts.len() > 1 {
+        flags.extend(names.map(|(host, name)| ("hypervisor-zone", format!("{name}={}", host.zone()))));
+    }
+    flags
 }
 
 /// A server that listens on these ports: of the API, and of health and metrics.
@@ -105,6 +124,7 @@ fn server(
     binaries: &Path,
     data: &Path,
     (api, ops): (u16, u16),
+    hypervisors: &[(&str, String)],
     catalog: Option<&str>,
 ) -> Component {
     let program = binaries.join("storage-infra").display().to_string();
@@ -120,7 +140,6 @@ fn server(
                 ("tls-cert", file("server.crt")),
                 ("tls-key", file("server.key")),
                 ("client-ca", file("ca.crt")),
-                ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
                 ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
                 ("hypervisor", format!("{SIMULATED}=simulated:{}", infra.simulated_root.display())),
                 ("http-listen", format!("127.0.0.1:{ops}")),
@@ -129,6 +148,7 @@ fn server(
         .into_iter()
         .skip(1),
     );
+    words.extend(argv(Path::new(""), "", hypervisors).into_iter().skip(1));
     // As variables, which an earlier version without these flags ignores.
     let mut env: BTreeMap<String, String> =
         [("NESTOR_CLIENTS_WITHOUT_ROLE".to_owned(), "refuse".to_owned())].into();
@@ -150,19 +170,26 @@ fn server(
     }
 }
 
-async fn register_pools(infra: &Infra, engine: Engine) -> Result<()> {
+async fn register_pools(infra: &Infra, engine: Engine, hosts: &[Host]) -> Result<()> {
     let client = client(infra)?;
+    let pools = Pool::of_lab(hosts);
     for (name, path) in &infra.pools {
+        let pool = pools.iter().find(|pool| pool.name == name.as_str());
+        let pool = pool.with_context(|| format!("the lab has no pool {name}"))?;
+        let reach = pool.reach().map(|reach| (REACH.to_owned(), reach.to_owned()));
         let spec = PoolSpec {
             engine: match engine {
                 Engine::File => EngineKind::File,
                 Engine::Rbd => EngineKind::Rbd,
             },
             path: path.display().to_string(),
-            labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into(),
+            labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into_iter().chain(reach).collect(),
             cordoned: false,
             on_full: OnFull::default(),
-            hosts: infra_api::PoolHosts::default(),
+            hosts: PoolHosts {
+                names: pool.hosts.iter().map(|host| host.hypervisor(hosts)).collect(),
+                labels: Labels::new(),
+            },
         };
         client
             .put_pool(&PoolName::new(name.clone())?, &spec)

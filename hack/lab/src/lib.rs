@@ -12,6 +12,7 @@
 //! | Nestor's components and the sidecars | `drivers`, [`infra`] |
 //! | Nestor in pods, installed with helm | [`deployed`] |
 //! | the Ceph cluster of a lab with the engine `rbd` | `ceph` |
+//! | several hypervisor hosts, and the pools that they reach | [`host`] |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
 //! | `cargo lab generate` | [`generate`] |
@@ -32,6 +33,7 @@ pub mod deployed;
 mod down;
 mod drivers;
 pub mod generate;
+pub mod host;
 pub mod images;
 pub mod infra;
 pub mod kubeconfig;
@@ -64,6 +66,7 @@ pub mod wait;
 pub use ceph::{Ceph, Engine};
 pub use demo::demo;
 pub use drivers::Replica;
+pub use host::Host;
 pub use lab::Lab;
 pub use loop_nodes::{LoopNode, NodePlugin};
 pub use settings::Setting;

@@ -105,7 +105,8 @@ impl Lab {
     async fn register(&self, LoopNode { name, uuid, guest, zone, .. }: &LoopNode) -> Result<()> {
         let (client, namespace) = (self.management().await?, self.guest_namespace(guest)?);
         let cluster_id = self.cluster_id(guest)?;
-        virtual_machines::create(&client, &namespace, &cluster_id, name, &uuid.to_string(), zone).await?;
+        virtual_machines::create(&client, &namespace, &cluster_id, name, &uuid.to_string(), Some(zone))
+            .await?;
         virtual_machines::wait_until_registered(&client, &namespace, name).await
     }
 

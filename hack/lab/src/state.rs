@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::cache::BaseImage;
 use crate::ceph::Engine;
 use crate::deployed::Deployment;
+use crate::host::Host;
 use crate::ready::Ready;
 
 /// Everything about a run, stored in `state.json` of the run folder.
@@ -27,6 +28,9 @@ pub struct State {
     /// Storage engine of the pools.
     #[serde(default)]
     pub engine: Engine,
+    /// Number of hypervisor hosts; 0 stands for 1.
+    #[serde(default)]
+    pub hosts: u8,
     /// What Nestor is deployed with, if it runs in pods.
     #[serde(default)]
     pub deployment: Option<Deployment>,
@@ -49,6 +53,13 @@ pub struct State {
     pub cluster_api: Option<ClusterApi>,
     /// Loop and simulated nodes.
     pub loop_nodes: BTreeMap<String, LoopNodeRecord>,
+}
+
+impl State {
+    /// The hypervisor hosts.
+    pub fn hosts(&self) -> &'static [Host] {
+        Host::of_lab(self.hosts)
+    }
 }
 
 /// A process of the run, with everything needed to start it again.
@@ -112,7 +123,7 @@ pub struct Infra {
     pub loop_root: PathBuf,
     /// Where the simulated hypervisor records disks: one folder per node UUID.
     pub simulated_root: PathBuf,
-    /// URI of the run's libvirt.
+    /// URI of the libvirt of the first host.
     pub libvirt_uri: String,
     /// mgmt-csi's socket.
     pub mgmt_socket: PathBuf,
@@ -136,8 +147,11 @@ pub struct VmRecord {
     pub guest: String,
     /// UUID of the domain, and in its DMI data.
     pub uuid: String,
-    /// The zone it is in.
+    /// The zone in which it was started.
     pub zone: String,
+    /// The host it is on.
+    #[serde(default)]
+    pub host: Host,
     /// `kvm` or `tcg`.
     pub accelerator: String,
     /// Port on this host that is forwarded to its kubelet.

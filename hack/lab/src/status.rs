@@ -86,9 +86,10 @@ async fn vm_row(run: &Run, state: &State, name: &str, vm_record: &VmRecord) -> R
             node_state(state, name, vm_record).await.unwrap_or_else(|error| not_ready(&format!("{error:#}")))
         }
     };
+    let place = if state.hosts().len() > 1 { vm_record.host.name() } else { vm_record.zone.clone() };
     let address = format!(
-        "{} of {}, {}, {}, kubelet on {}",
-        vm_record.uuid, vm_record.guest, vm_record.zone, vm_record.accelerator, vm_record.kubelet_port
+        "{} of {}, {place}, {}, kubelet on {}",
+        vm_record.uuid, vm_record.guest, vm_record.accelerator, vm_record.kubelet_port
     );
     Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), address }
 }

@@ -10,6 +10,7 @@ use crate::cache::{self, BaseImage, Kubernetes};
 use crate::ceph::{self, Engine};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::deployed::{self, Deployment, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
+use crate::host::{Host, Pool};
 use crate::process::boot_id;
 use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
@@ -46,6 +47,11 @@ pub struct UpOptions {
     /// Number of storage-infra servers. Several have their catalog in a PostgreSQL database; one of them is active.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=3), conflicts_with = "deployed")]
     pub infra_servers: u32,
+    /// Number of hypervisor hosts. Two are two libvirt daemons, each with a network and a local pool of its own, and a pool that
+    /// both reach; the first is in zone-a, the second in zone-b. The virtual machines are distributed over them.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2),
+        conflicts_with_all = ["deployed", "cluster_api", "engine"])]
+    pub hosts: u8,
     /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
@@ -72,6 +78,7 @@ impl Default for UpOptions {
             kubernetes: Kubernetes::default(),
             engine: Engine::default(),
             infra_servers: 1,
+            hosts: 1,
             release: false,
             deployed: false,
             version: None,
@@ -188,6 +195,7 @@ fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {
             kubernetes: options.kubernetes.to_string(),
             tools: built.tools.clone(),
             engine: options.engine,
+            hosts: options.hosts,
             binaries: built.binaries.clone(),
             deployment: built.deployment.clone(),
             sockets: run.socket_dir(),
@@ -220,14 +228,16 @@ impl Plan {
         };
         let own_vms = if options.cluster_api { 0 } else { options.vms };
         let nodes = (1..=own_vms)
-            .zip(infra::ZONES.iter().cycle())
-            .map(|(number, zone)| (format!("vm-{number}"), VM_GUEST, *zone));
-        let own = options.deployed.then(|| (MANAGEMENT_NODE.to_owned(), MANAGEMENT, infra::ZONES[0]));
+            .zip(infra::ZONES.iter().zip(Host::of_lab(options.hosts).iter().cycle()).cycle())
+            .map(|(number, (zone, host))| (format!("vm-{number}"), VM_GUEST, *zone, *host));
+        let own = options
+            .deployed
+            .then(|| (MANAGEMENT_NODE.to_owned(), MANAGEMENT, infra::ZONES[0], Host::default()));
         let vms = own
             .into_iter()
             .chain(nodes)
-            .map(|(name, cluster, zone)| {
-                Ok((name.clone(), vm::plan(run, &name, cluster, zone, accelerator)?))
+            .map(|(name, cluster, zone, host)| {
+                Ok((name.clone(), vm::plan(run, &name, cluster, zone, host, accelerator)?))
             })
             .collect::<Result<_>>()?;
         Ok(Self { management, guests, vms, kubelet_ports })
@@ -282,11 +292,10 @@ async fn start_infra(
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
     let mounted = match engine {
-        Engine::File => infra::mount_pools(run).await?,
+        Engine::File => infra::mount_pools(run, Host::of_lab(options.hosts)).await?,
         Engine::Rbd => BTreeMap::new(),
     };
-    vm::network::create(run).await?;
-    libvirtd::start(ui, run).await?;
+    start_hosts(ui, run, Host::of_lab(options.hosts), &mounted).await?;
     step.done();
     let plugin = built.binaries.join("gc-csi-node");
     for (name, machine) in &plan.vms {
@@ -306,6 +315,18 @@ async fn start_infra(
     infra::start(run, &built.binaries, engine, pools, options.infra_servers).await?;
     step.done();
     connect_vms(run, plan).await
+}
+
+/// Starts the hosts: each has the mounts of the pools that it reaches.
+async fn start_hosts(ui: &Ui, run: &Run, hosts: &[Host], mounted: &BTreeMap<String, PathBuf>) -> Result<()> {
+    let pools = Pool::of_lab(hosts);
+    for host in hosts {
+        let unreached = pools.iter().filter(|pool| !pool.is_reached_by(*host));
+        let hidden: Vec<PathBuf> = unreached.filter_map(|pool| mounted.get(pool.name).cloned()).collect();
+        vm::network::create(run, *host).await?;
+        libvirtd::start(ui, run, *host, &hidden).await?;
+    }
+    Ok(())
 }
 
 /// Connects the VMs with the API server of their cluster and the host with their kubelets; in pods, Nestor also needs the
@@ -403,7 +424,9 @@ async fn register_vms(run: &Run, plan: &Plan, by_hand: bool) -> Result<()> {
     let client = kubeconfig::client(&plan.management.cluster.kubeconfig).await?;
     for (name, machine) in plan.guest_vms() {
         let Guest { namespace, cluster_id, .. } = state.guests.get(&machine.guest).context("no guest")?;
-        virtual_machines::create(&client, namespace, cluster_id, name, &machine.uuid, &machine.zone).await?;
+        // The zone of several hosts is that of the VM's host.
+        let zone = (state.hosts().len() == 1).then_some(machine.zone.as_str());
+        virtual_machines::create(&client, namespace, cluster_id, name, &machine.uuid, zone).await?;
         if by_hand {
             virtual_machines::report(&client, namespace, name, &machine.uuid, &machine.zone).await?;
             infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;

@@ -1,5 +1,6 @@
 //! `VirtualMachine` objects of the lab's VMs, as a VM Operator would create them.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -40,21 +41,23 @@ fn newest() -> kube::core::ApiResource {
 }
 
 /// Creates the object of a running VM of the guest with this cluster ID. Its status has the UUID; the rest is what mgmt-csi
-/// observes.
+/// observes. Without a zone it has that of its host.
 pub async fn create(
     client: &Client,
     namespace: &str,
     cluster_id: &str,
     name: &str,
     uuid: &str,
-    zone: &str,
+    zone: Option<&str>,
 ) -> Result<()> {
     let api = api(client, namespace).await?;
     let resource = api.resource_url();
     let version = resource.trim_start_matches('/').split('/').nth(2).unwrap_or_default();
+    let mut labels = BTreeMap::from([(LABEL_CLUSTER_ID, cluster_id)]);
+    labels.extend(zone.map(|zone| (LABEL_ZONE, zone)));
     let object = json!({
         "apiVersion": format!("vmoperator.vmware.com/{version}"), "kind": "VirtualMachine",
-        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL_CLUSTER_ID: cluster_id, LABEL_ZONE: zone}},
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
         "spec": {},
     });
     apply_one(client, object).await?;

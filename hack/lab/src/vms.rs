@@ -4,6 +4,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use uuid::Uuid;
 
+use crate::host::Host;
 use crate::lab::Lab;
 use crate::run::Run;
 use crate::state::VmRecord;
@@ -20,7 +21,7 @@ pub struct Vm {
     pub uuid: Uuid,
     /// The guest whose node it is.
     pub guest: String,
-    /// The zone it is in.
+    /// The zone in which it was started.
     pub zone: String,
     /// Port on 127.0.0.1 that is forwarded to its kubelet.
     pub kubelet_port: u16,
@@ -49,15 +50,19 @@ impl Lab {
         })
     }
 
-    /// The names of all domains of the run's libvirt now.
+    /// The names of all domains of all hosts now.
     pub async fn domains(&self) -> Result<Vec<String>> {
-        let names = vm::virsh(self.run(), ["list", "--all", "--name"]).await?;
-        Ok(names.lines().filter(|name| !name.is_empty()).map(str::to_owned).collect())
+        let mut found = Vec::new();
+        for host in self.state().hosts() {
+            let names = vm::virsh_on(self.run(), *host, ["list", "--all", "--name"]).await?;
+            found.extend(names.lines().filter(|name| !name.is_empty()).map(str::to_owned));
+        }
+        Ok(found)
     }
 
     /// The serials of the disks that are hot-plugged into a VM, from the live domain.
     pub async fn libvirt_disks(&self, vm: &str) -> Result<Vec<String>> {
-        let xml = vm::virsh(self.run(), ["dumpxml", vm]).await?;
+        let xml = vm::virsh_of(self.run(), vm, ["dumpxml", vm]).await?;
         Ok(vm::serials(&xml))
     }
 }
@@ -68,9 +73,23 @@ impl Vm {
         vm::process(&self.run, &self.name, &self.record).is_some()
     }
 
+    async fn virsh<'a>(&'a self, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
+        vm::virsh_of(&self.run, &self.name, args).await
+    }
+
+    /// The host it is on.
+    pub fn host(&self) -> Result<Host> {
+        Host::of_vm(&self.run, &self.name)
+    }
+
+    /// Migrates it live to another host of the lab.
+    pub async fn migrate(&self, to: Host) -> Result<()> {
+        vm::migrate(&self.run, &self.name, to).await
+    }
+
     /// Powers it off at once (`virsh destroy`).
     pub async fn power_off(&self) -> Result<()> {
-        vm::virsh(&self.run, ["destroy", &self.name]).await.map(drop)
+        self.virsh(["destroy", &self.name]).await.map(drop)
     }
 
     /// Kills its QEMU process, like a crash.
@@ -88,12 +107,12 @@ impl Vm {
 
     /// Pauses its CPUs (`virsh suspend`); disks cannot be detached meanwhile.
     pub async fn pause(&self) -> Result<()> {
-        vm::virsh(&self.run, ["suspend", &self.name]).await.map(drop)
+        self.virsh(["suspend", &self.name]).await.map(drop)
     }
 
     /// Resumes its CPUs.
     pub async fn resume(&self) -> Result<()> {
-        vm::virsh(&self.run, ["resume", &self.name]).await.map(drop)
+        self.virsh(["resume", &self.name]).await.map(drop)
     }
 
     /// Stops its QEMU process (SIGSTOP), so that libvirt gets no response from it.
@@ -116,7 +135,7 @@ impl Vm {
     /// Disconnects or reconnects its network.
     pub async fn set_network(&self, connected: bool) -> Result<()> {
         let command = if connected { "set_link lab on" } else { "set_link lab off" };
-        vm::virsh(&self.run, ["qemu-monitor-command", &self.name, "--hmp", command]).await.map(drop)
+        self.virsh(["qemu-monitor-command", &self.name, "--hmp", command]).await.map(drop)
     }
 
     /// Waits until its node is ready and gc-csi-node is registered. `client` is the guest's.

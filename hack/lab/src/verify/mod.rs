@@ -98,7 +98,7 @@ async fn run(ui: &Ui, planned: &[Step], selection: &Selection, report: &mut Repo
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi, Kind::InfraServers]
+    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi, Kind::InfraServers, Kind::Hosts]
         .into_iter()
         .chain(Kubernetes::OTHERS.map(Kind::Version))
     {
@@ -144,6 +144,7 @@ fn lab_for(kind: Kind, steps: &[Step], engine: Engine) -> (&'static str, UpOptio
         Kind::InfraServers => {
             ("test-infra-ha", UpOptions { vms: 0, infra_servers: 2, ..UpOptions::default() })
         }
+        Kind::Hosts => ("test-hosts", UpOptions { hosts: 2, ..UpOptions::default() }),
         Kind::Version(kubernetes) => ("test-kubernetes", UpOptions { kubernetes, ..UpOptions::default() }),
     }
 }

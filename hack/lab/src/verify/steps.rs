@@ -43,6 +43,9 @@ const RBD: &str = "rbd";
 /// Module of the black-box tests that needs a lab with several storage-infra servers.
 const INFRA_HA: &str = "infra_ha";
 
+/// Module of the black-box tests that needs a lab with several hosts.
+const HOSTS: &str = "hosts";
+
 /// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
 const ON_BOTH_ENGINES: [&str; 5] = [
     "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
@@ -133,6 +136,8 @@ pub(super) enum Kind {
     ClusterApi,
     /// Two storage-infra servers, and no VMs.
     InfraServers,
+    /// Two hypervisor hosts.
+    Hosts,
     /// All clusters run this version of Kubernetes.
     Version(Kubernetes),
 }
@@ -175,7 +180,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
     let of = |module: &str| tests_of(module, capabilities);
-    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD, INFRA_HA];
+    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD, INFRA_HA, HOSTS];
     let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
@@ -188,7 +193,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps.extend(DEPLOYED.map(|module| {
         step(module, Set::All, &description(module), blackbox_in(Kind::Pods, of(module), None))
     }));
-    let others = [(CLUSTER_API, Kind::ClusterApi), (INFRA_HA, Kind::InfraServers)];
+    let others = [(CLUSTER_API, Kind::ClusterApi), (INFRA_HA, Kind::InfraServers), (HOSTS, Kind::Hosts)];
     steps.extend(others.map(|(module, lab)| {
         step(module, Set::All, &description(module), blackbox_in(lab, of(module), None))
     }));
@@ -391,6 +396,7 @@ mod tests {
             "deployed",
             "capi",
             "infra_ha",
+            "hosts",
         ];
         assert_eq!(
             names(&steps()[first..]),
@@ -423,6 +429,7 @@ mod tests {
                 "deployed",
                 "capi",
                 "infra_ha",
+                "hosts",
                 "kubernetes-1.35",
                 "kubernetes-1.37",
             ]

@@ -1,7 +1,7 @@
-//! The run's own libvirtd, isolated from others on the host.
+//! The libvirtd of each host of a run, isolated from others on this machine.
 //!
 //! It runs in a mount namespace in which the run's folders hide every folder that libvirt uses, so that labs run side by
-//! side and beside the system's libvirt, and in the [network namespace](super::network) of the VMs. QEMU runs with the
+//! side and beside the system's libvirt, and in the [network namespace](super::network) of its VMs. QEMU runs with the
 //! account of Debian's libvirt, which has no other access to the host.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,6 +14,7 @@ use uuid::Uuid;
 
 use super::network;
 use crate::cache;
+use crate::host::Host;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
 use crate::run::Run;
@@ -41,24 +42,24 @@ remember_owner = 0
 max_core = 0
 "#;
 
-/// The URI of a run's libvirt.
-pub fn uri(run: &Run) -> String {
-    format!("qemu+unix:///system?socket={}", socket(run).display())
+/// The URI of a host's libvirt.
+pub fn uri(run: &Run, host: Host) -> String {
+    format!("qemu+unix:///system?socket={}", socket(run, host).display())
 }
 
-fn socket(run: &Run) -> PathBuf {
-    run.socket_dir().join("libvirt-sock")
+fn socket(run: &Run, host: Host) -> PathBuf {
+    host.socket_dir(run).join("libvirt-sock")
 }
 
-/// Folder of the run's libvirt; `run/qemu/NAME.pid` holds the PID of a domain.
-pub(crate) fn folder(run: &Run) -> PathBuf {
-    run.path("libvirt")
+/// Folder of a host's libvirt; `run/qemu/NAME.pid` holds the PID of a domain.
+pub(crate) fn folder(run: &Run, host: Host) -> PathBuf {
+    run.path(host.own("libvirt"))
 }
 
-/// Starts libvirtd and returns when it responds.
-pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
+/// Starts the libvirtd of a host, which does not have these mounts, and returns when it responds.
+pub async fn start(ui: &Ui, run: &Run, host: Host, hidden: &[PathBuf]) -> Result<()> {
     let group = ensure_account(ui).await?;
-    let own = folder(run);
+    let own = folder(run, host);
     let mut binds: Vec<(&str, PathBuf)> = PRIVATE.map(|(host, name)| (host, own.join(name))).to_vec();
     // QEMU's capabilities are the same for every run, and take seconds to probe.
     binds.push(("/var/cache/libvirt", cache::root()?.join("libvirt")));
@@ -69,15 +70,19 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         }
         script.push_str(&format!("mount --bind '{}' {host}\n", private.display()));
     }
+    for mount in hidden {
+        script.push_str(&format!("umount '{}'\n", mount.display()));
+    }
     for (closed, open) in open_folders([run.dir(), &cache::root()?]) {
         script.push_str(&show_only(&own.join("open"), &closed, &open)?);
     }
     let config = own.join("etc/libvirtd.conf");
     // Without this, libvirt makes up another host UUID at each start if the host has none.
-    let host = Uuid::new_v4();
+    let (uuid, sockets) = (Uuid::new_v4(), host.socket_dir(run));
+    fs::create_dir_all(&sockets).with_context(|| format!("cannot make {}", sockets.display()))?;
     let text = format!(
-        "host_uuid = \"{host}\"\nunix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
-        run.socket_dir().display()
+        "host_uuid = \"{uuid}\"\nunix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
+        sockets.display()
     );
     fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
     let account = format!("user = \"{ACCOUNT}\"\ngroup = \"{group}\"\n");
@@ -85,22 +90,23 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
     script
         .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
     // Pools that are mounted later must appear inside; mounts inside must not appear outside.
-    let network = format!("--net={}", network::namespace(run).display());
+    let network = format!("--net={}", network::namespace(run, host).display());
     let argv =
         ["nsenter", &network, "unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
     let component = Component {
         argv: argv.map(ToOwned::to_owned).to_vec(),
         env: Default::default(),
-        ready: Ready::Socket(socket(run)),
+        ready: Ready::Socket(socket(run, host)),
         http: None,
         grace: 10,
         driver: None,
     };
-    run.launch("libvirtd", component).await?;
+    let name = host.libvirtd();
+    run.launch(&name, component).await?;
     // The socket exists before the drivers are loaded; a connection waits for them.
-    run_helper(&mut command("virsh", ["--connect", &uri(run), "version"]))
+    run_helper(&mut command("virsh", ["--connect", &uri(run, host), "version"]))
         .await
-        .with_context(|| run.explain("libvirtd", "it does not respond"))
+        .with_context(|| run.explain(&name, "it does not respond"))
         .map(drop)
 }
 

@@ -15,6 +15,7 @@ pub use nodes::{join_without_kubelet, joins_soon, leave_guest, wait_for_driver, 
 
 use crate::cache::BaseImage;
 use crate::cluster::{KubeletFiles, SERVER_ADDRESS_FROM_VM};
+use crate::host::Host;
 use crate::kubeconfig::{self, User};
 use crate::pki::write_private;
 use crate::ports;
@@ -92,18 +93,26 @@ pub async fn accelerator(image: &BaseImage) -> &'static str {
 }
 
 /// Allocates the identity and port of a VM and records them in the state.
-pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<VmRecord> {
-    let vm = record(guest, zone, accelerator, ports::free(1)?[0]);
+pub fn plan(
+    run: &Run,
+    name: &str,
+    guest: &str,
+    zone: &str,
+    host: Host,
+    accelerator: &str,
+) -> Result<VmRecord> {
+    let vm = VmRecord { host, ..record(guest, zone, accelerator, ports::free(1)?[0]) };
     run.update(|state| state.vms.insert(name.to_owned(), vm.clone()))?;
     Ok(vm)
 }
 
-/// A new VM.
+/// A new VM, on the first host.
 pub fn record(guest: &str, zone: &str, accelerator: &str, kubelet_port: u16) -> VmRecord {
     VmRecord {
         guest: guest.to_owned(),
         uuid: Uuid::new_v4().to_string(),
         zone: zone.to_owned(),
+        host: Host::default(),
         accelerator: accelerator.to_owned(),
         kubelet_port,
     }
@@ -116,12 +125,12 @@ pub fn provider_id(vm: &VmRecord) -> String {
 
 /// Stops a VM at once and removes its domain and its files. Succeeds if it does not exist.
 pub async fn remove(run: &Run, name: &str) -> Result<()> {
-    let domains = virsh(run, ["list", "--all", "--name"]).await?;
+    let domains = virsh_of(run, name, ["list", "--all", "--name"]).await?;
     if domains.lines().any(|domain| domain == name) {
-        if virsh(run, ["domstate", name]).await?.trim() != "shut off" {
-            virsh(run, ["destroy", name]).await?;
+        if virsh_of(run, name, ["domstate", name]).await?.trim() != "shut off" {
+            virsh_of(run, name, ["destroy", name]).await?;
         }
-        virsh(run, ["undefine", name]).await?;
+        virsh_of(run, name, ["undefine", name]).await?;
     }
     let dir = run.path("vms").join(name);
     if dir.exists() {
@@ -175,13 +184,13 @@ pub async fn boot(
     let xml = xml.replace("${CPU}", hardware.cpu).replace("${IMAGES}", &payload.disk(&dir));
     let file = dir.join("domain.xml");
     fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
-    virsh(run, ["define", &file.display().to_string()]).await?;
+    virsh_on(run, vm.host, ["define", &file.display().to_string()]).await?;
     start(run, name).await
 }
 
 /// Starts a defined domain.
 pub async fn start(run: &Run, name: &str) -> Result<()> {
-    virsh(run, ["start", name])
+    virsh_of(run, name, ["start", name])
         .await
         .map(drop)
         .with_context(|| format!("cannot start virtual machine {name}"))
@@ -189,21 +198,52 @@ pub async fn start(run: &Run, name: &str) -> Result<()> {
 
 /// Resets a domain, as the button of a machine does.
 pub async fn reset(run: &Run, name: &str) -> Result<()> {
-    virsh(run, ["reset", name])
+    virsh_of(run, name, ["reset", name])
         .await
         .map(drop)
         .with_context(|| format!("cannot reset virtual machine {name}"))
 }
 
-/// Runs virsh on the run's libvirt.
+/// Migrates a running VM to another host. QEMU's data goes through the libvirt daemons, because the networks of the hosts are
+/// separate. Not even `--unsafe` is a risk for the disk with the root filesystem: both hosts are this machine.
+pub async fn migrate(run: &Run, name: &str, to: Host) -> Result<()> {
+    let uri = libvirtd::uri(run, to);
+    let how = ["migrate", "--live", "--persistent", "--undefinesource", "--unsafe", "--p2p", "--tunnelled"];
+    let args = how.into_iter().chain([name, uri.as_str()]);
+    virsh_of(run, name, args)
+        .await
+        .with_context(|| format!("cannot migrate virtual machine {name} to {}", to.name()))?;
+    run.update(|state| {
+        if let Some(vm) = state.vms.get_mut(name) {
+            vm.host = to;
+        }
+    })
+}
+
+/// Runs virsh on the libvirt of the first host.
 pub async fn virsh<'a>(run: &Run, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
-    let uri = libvirtd::uri(run);
+    virsh_on(run, Host::default(), args).await
+}
+
+/// Runs virsh on the host of a VM.
+pub async fn virsh_of<'a>(run: &Run, vm: &str, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
+    virsh_on(run, Host::of_vm(run, vm)?, args).await
+}
+
+/// Runs virsh on a host.
+pub async fn virsh_on<'a>(run: &Run, host: Host, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
+    let uri = libvirtd::uri(run, host);
     run_helper(command("virsh", ["--connect", &uri, "--quiet"]).args(args)).await
 }
 
-/// The QEMU process of a VM, from libvirt's PID file.
+/// The QEMU process of a VM, on whichever host it is.
 pub(crate) fn process(run: &Run, name: &str, vm: &VmRecord) -> Option<Process> {
-    let file = libvirtd::folder(run).join("run/qemu").join(format!("{name}.pid"));
+    Host::ALL.into_iter().find_map(|host| process_on(run, host, name, vm))
+}
+
+/// The QEMU process of a VM on a host, from libvirt's PID file.
+fn process_on(run: &Run, host: Host, name: &str, vm: &VmRecord) -> Option<Process> {
+    let file = libvirtd::folder(run, host).join("run/qemu").join(format!("{name}.pid"));
     let process = Process::current(fs::read_to_string(file).ok()?.trim().parse().ok()?)?;
     // The PID file may be stale and the PID reused: the command line must contain the VM's UUID.
     let words = fs::read(format!("/proc/{}/cmdline", process.pid)).ok()?;

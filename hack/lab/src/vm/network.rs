@@ -1,4 +1,4 @@
-//! The network of the VMs: a namespace of the run, where only forwarded ports of the host exist.
+//! The network of the VMs: a namespace for each host of the run, where only forwarded ports of this machine exist.
 //!
 //! QEMU's user-mode networks open connections in the namespace of their libvirtd. It has a loopback interface and no route, so a
 //! VM reaches nothing else of the host or beyond it. A process that belongs to the host forwards connections: its sockets on
@@ -18,6 +18,7 @@ use futures::future::try_join_all;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
+use crate::host::Host;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
 use crate::run::Run;
@@ -29,9 +30,9 @@ const COMPONENT: &str = "vm-network";
 /// Arguments of the component.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ForwardOptions {
-    /// The VMs' network namespace, a file.
-    #[arg(long)]
-    namespace: PathBuf,
+    /// The VMs' network namespace, a file. Once for each host.
+    #[arg(long, required = true)]
+    namespace: Vec<PathBuf>,
     /// Unix socket that exists while connections are forwarded.
     #[arg(long)]
     ready: PathBuf,
@@ -53,38 +54,39 @@ enum Side {
     Vms(PathBuf),
 }
 
-/// The namespace's name: one for each run.
-fn name(run: &Run) -> String {
-    run.socket_dir().file_name().unwrap_or_default().to_string_lossy().into_owned()
+/// The namespace's name: one for each host of each run.
+fn name(run: &Run, host: Host) -> String {
+    host.own(&run.socket_dir().file_name().unwrap_or_default().to_string_lossy())
 }
 
 /// The file that stands for the namespace.
-pub(super) fn namespace(run: &Run) -> PathBuf {
-    Path::new("/run/netns").join(name(run))
+pub(super) fn namespace(run: &Run, host: Host) -> PathBuf {
+    Path::new("/run/netns").join(name(run, host))
 }
 
-/// Creates the namespace.
-pub async fn create(run: &Run) -> Result<()> {
-    let name = name(run);
+/// Creates the namespace of a host.
+pub async fn create(run: &Run, host: Host) -> Result<()> {
+    let name = name(run, host);
     run_helper(&mut command("ip", ["netns", "add", &name])).await?;
     run_helper(&mut command("ip", ["-netns", &name, "link", "set", "lo", "up"])).await.map(drop)
 }
 
-/// Removes the namespace. Succeeds if it does not exist.
-pub async fn remove(run: &Run) -> Result<()> {
-    if !namespace(run).exists() {
+/// Removes the namespace of a host. Succeeds if it does not exist.
+pub async fn remove(run: &Run, host: Host) -> Result<()> {
+    if !namespace(run, host).exists() {
         return Ok(());
     }
-    run_helper(&mut command("ip", ["netns", "delete", &name(run)])).await.map(drop)
+    run_helper(&mut command("ip", ["netns", "delete", &name(run, host)])).await.map(drop)
 }
 
-/// Starts to forward: VMs reach `to_host`, the host reaches `to_vms`, and QEMU reaches `to_host_ipv6`.
+/// Starts to forward: VMs of each host reach `to_host`, this machine reaches `to_vms`, and QEMU reaches `to_host_ipv6`.
 pub async fn start(run: &Run, to_host: &[u16], to_vms: &[u16], to_host_ipv6: &[u16]) -> Result<()> {
     let list = |ports: &[u16]| ports.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
     let ready = run.socket_dir().join("vm-network.sock");
     let program = std::env::current_exe().context("cannot find the path of this program")?;
     let mut argv = vec![program.display().to_string(), COMPONENT.to_owned()];
-    argv.push(format!("--namespace={}", namespace(run).display()));
+    let hosts = run.state()?.hosts();
+    argv.extend(hosts.iter().map(|host| format!("--namespace={}", namespace(run, *host).display())));
     argv.push(format!("--ready={}", ready.display()));
     for (flag, ports) in [("to-host", to_host), ("to-vms", to_vms), ("to-host-ipv6", to_host_ipv6)] {
         if !ports.is_empty() {
@@ -102,18 +104,22 @@ pub async fn start(run: &Run, to_host: &[u16], to_vms: &[u16], to_host_ipv6: &[u
     run.launch(COMPONENT, component).await
 }
 
-/// Forwards until the process is stopped.
+/// Forwards until the process is stopped. A VM is in one of the namespaces: its ports are those of the first one where
+/// something listens.
 pub async fn forward(options: &ForwardOptions) -> Result<()> {
-    let vms = Side::Vms(options.namespace.clone());
+    let vms: Vec<Side> = options.namespace.iter().cloned().map(Side::Vms).collect();
     let (ipv4, ipv6) = (IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST));
-    let to_host = options.to_host.iter().map(|port| (vms.clone(), Side::Host, (ipv4, *port).into()));
-    let to_vms = options.to_vms.iter().map(|port| (Side::Host, vms.clone(), (ipv4, *port).into()));
-    let of_ceph = options.to_host_ipv6.iter().map(|port| (vms.clone(), Side::Host, (ipv6, *port).into()));
+    let to_host = options.to_host.iter().map(|port| SocketAddr::from((ipv4, *port)));
+    let of_ceph = options.to_host_ipv6.iter().map(|port| SocketAddr::from((ipv6, *port)));
     let mut listeners = Vec::new();
-    for (from, to, address) in to_host.chain(to_vms).chain(of_ceph) {
-        let listener =
-            from.listen(address).with_context(|| format!("cannot listen on {address} of {from:?}"))?;
-        listeners.push((listener, to, address));
+    for address in to_host.chain(of_ceph) {
+        for from in &vms {
+            listeners.push((listen(from, address)?, vec![Side::Host], address));
+        }
+    }
+    for port in &options.to_vms {
+        let address = (ipv4, *port).into();
+        listeners.push((listen(&Side::Host, address)?, vms.clone(), address));
     }
     let ready = UnixListener::bind(&options.ready)
         .with_context(|| format!("cannot make the socket {}", options.ready.display()))?;
@@ -131,17 +137,30 @@ async fn accept_probes(ready: &UnixListener) -> io::Result<()> {
     }
 }
 
-async fn serve(listener: TcpListener, to: Side, address: SocketAddr) -> io::Result<()> {
+fn listen(from: &Side, address: SocketAddr) -> Result<TcpListener> {
+    from.listen(address).with_context(|| format!("cannot listen on {address} of {from:?}"))
+}
+
+async fn serve(listener: TcpListener, to: Vec<Side>, address: SocketAddr) -> io::Result<()> {
     loop {
         let (mut from, _) = listener.accept().await?;
         let to = to.clone();
         tokio::spawn(async move {
             // A connection that fails is closed, as by a host where nothing listens.
-            if let Ok(mut to) = to.connect(address).await {
+            if let Some(mut to) = connect_first(&to, address).await {
                 let _ = tokio::io::copy_bidirectional(&mut from, &mut to).await;
             }
         });
     }
+}
+
+async fn connect_first(sides: &[Side], address: SocketAddr) -> Option<TcpStream> {
+    for side in sides {
+        if let Ok(connection) = side.connect(address).await {
+            return Some(connection);
+        }
+    }
+    None
 }
 
 impl Side {

@@ -227,6 +227,31 @@ impl Scenario {
         }))
     }
 
+    /// Waits until the VolumeAttachment of a claim and a VM reports this reason for a refused attach, in the error and in the
+    /// condition; returns the message.
+    pub async fn attach_refused(&self, vm: &str, claim: &str, reason: &str) -> Result<String> {
+        eventually(&format!("{claim} on {vm} fails with {reason}"), PATIENCE, || async {
+            let status = self.attachment(vm, claim).await?.and_then(|one| one.status).unwrap_or_default();
+            let condition = status.conditions.iter().any(|one| one.status == "False" && one.reason == reason);
+            Ok(match status.error {
+                Some(error) if error.reason == reason && condition && !status.attached => Ok(error.message),
+                other => Err(format!("{other:?}")),
+            })
+        })
+        .await
+    }
+
+    /// Waits until the VolumeAttachment of a claim and a VM reports a failed detach; returns the message.
+    pub async fn detach_failed(&self, vm: &str, claim: &str) -> Result<String> {
+        eventually(&format!("the detach of {claim} from {vm} fails"), PATIENCE, || async {
+            let status = self.attachment(vm, claim).await?.and_then(|one| one.status).unwrap_or_default();
+            let is_failed = status.error.as_ref().is_some_and(|error| error.reason == "DetachFailed");
+            let message = status.error.map(|error| error.message).unwrap_or_default();
+            Ok(if is_failed { Ok(message) } else { Err(message) })
+        })
+        .await
+    }
+
     /// UUID of a VM.
     pub async fn node_uuid(&self, vm: &str) -> Result<String> {
         let vm = self.vms().get(vm).await?;

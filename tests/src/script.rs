@@ -50,21 +50,26 @@ impl Script {
         }
     }
 
-    fn volume(&mut self, volume: &Volume, read_only: bool) {
-        let source = json!({"claimName": volume.claim, "readOnly": read_only});
-        self.add("volumes", json!({"name": volume.claim, "persistentVolumeClaim": source}));
+    fn volume(&mut self, claim: &str, read_only: bool) {
+        let source = json!({"claimName": claim, "readOnly": read_only});
+        self.add("volumes", json!({"name": claim, "persistentVolumeClaim": source}));
     }
 
     /// Mounts a volume.
-    pub fn mount(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, false);
-        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
+    pub fn mount(self, volume: &Volume, path: &str) -> Self {
+        self.mount_claim(&volume.claim, path)
+    }
+
+    /// Mounts the volume of a claim that need not be bound yet.
+    pub fn mount_claim(mut self, claim: &str, path: &str) -> Self {
+        self.volume(claim, false);
+        self.add("volumeMounts", json!({"name": claim, "mountPath": path}));
         self
     }
 
     /// Mounts a volume read-only.
     pub fn mount_read_only(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, true);
+        self.volume(&volume.claim, true);
         self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
         self
     }
@@ -77,7 +82,7 @@ impl Script {
 
     /// Adds a volume as a block device.
     pub fn device(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(volume, false);
+        self.volume(&volume.claim, false);
         self.add("volumeDevices", json!({"name": volume.claim, "devicePath": path}));
         self
     }

@@ -38,7 +38,7 @@ const NOT_RUN: [(&str, &str); 22] = [
         "docs/guides/guest-credentials.md",
         "revokes credentials that other tests use; the module credentials does that",
     ),
-    ("docs/guides/hosts.md", "needs two hosts; the tests of storage-infra have them"),
+    ("docs/guides/hosts.md", "needs two hosts; the module hosts has them"),
     ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
     (

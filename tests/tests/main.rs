@@ -33,6 +33,7 @@ mod formatting;
 mod guest_deletion;
 mod ha;
 mod health;
+mod hosts;
 mod identity;
 mod images;
 mod infra_crash;

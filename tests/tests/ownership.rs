@@ -71,20 +71,6 @@ fn share(guest: &str) -> String {
     format!("{}{guest}", names::LABEL_SHARE_PREFIX)
 }
 
-/// Waits until the VolumeAttachment of a claim and a VM reports this reason, in the error and the condition; returns the
-/// message.
-async fn refused(s: &Scenario, vm: &str, claim: &str, reason: &str) -> Result<String> {
-    eventually(&format!("{claim} on {vm} fails with {reason}"), PATIENCE, || async {
-        let status = s.attachment(vm, claim).await?.and_then(|one| one.status).unwrap_or_default();
-        let condition = status.conditions.iter().any(|one| one.status == "False" && one.reason == reason);
-        Ok(match status.error {
-            Some(error) if error.reason == reason && condition && !status.attached => Ok(error.message),
-            other => Err(format!("{other:?}")),
-        })
-    })
-    .await
-}
-
 /// Tries to attach a claim without gc-csi; returns the message of the refusal, after which nothing is left.
 async fn attach_is_refused(
     s: &Scenario,
@@ -93,7 +79,7 @@ async fn attach_is_refused(
     claim: &str,
 ) -> Result<String> {
     intruder.set_entry(&node.name, Some(claim)).await?;
-    let message = refused(s, &node.name, claim, "NotShared").await?;
+    let message = s.attach_refused(&node.name, claim, "NotShared").await?;
     ensure!(s.infra.list_attachments(Some(node.uuid), None).await?.is_empty(), "the disk was plugged");
     intruder.set_entry(&node.name, None).await?;
     eventually("the VolumeAttachment is gone", PATIENCE, || async {

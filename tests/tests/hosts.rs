@@ -57,6 +57,13 @@ async fn pool_of(s: &Scenario, volume: &Volume) -> Result<Pool> {
     s.infra.get_pool(&pool).await?.with_context(|| format!("no pool {pool}"))
 }
 
+/// Whether the filesystem of a pool is mounted for the libvirt and the VMs of a host.
+fn is_mounted(s: &Scenario, pool: &Pool, host: Host) -> Result<bool> {
+    let pid = s.lab.pid(&host.libvirtd()).with_context(|| format!("{} does not run", host.libvirtd()))?;
+    let mounts = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
+    Ok(mounts.lines().any(|line| line.split(' ').nth(4) == Some(pool.path.as_str())))
+}
+
 /// The zones to which the PersistentVolume restricts its pods.
 async fn zones(s: &Scenario, volume: &Volume) -> Result<Vec<String>> {
     let pv = serde_json::to_value(s.guest_volumes().get(&volume.pv).await?)?;
@@ -116,6 +123,14 @@ async fn a_claim_is_placed_in_the_local_pool_of_the_host_of_its_pods_vm() -> Res
             let pool = pool_of(s, &volume).await?;
             ensure!(pool.reached_by == [host.name()], "{volume:?} is in {pool:?}");
             ensure!(zones(s, &volume).await? == [host.zone()]);
+            for other in Host::ALL {
+                ensure!(
+                    is_mounted(s, &pool, other)? == (other == host),
+                    "{} for {}",
+                    pool.path,
+                    other.name()
+                );
+            }
             let again = Script::new("again", &vm.name, "cat /data/origin").mount(&volume, "/data");
             ensure!(pods.run(again).await? == volume.claim);
         }

@@ -204,8 +204,9 @@ pub async fn reset(run: &Run, name: &str) -> Result<()> {
         .with_context(|| format!("cannot reset virtual machine {name}"))
 }
 
-/// Migrates a running VM to another host. QEMU's data goes through the libvirt daemons, because the networks of the hosts are
-/// separate. Not even `--unsafe` is a risk for the disk with the root filesystem: both hosts are this machine.
+/// Migrates a running VM to another host. The data of its memory goes through the libvirt daemons, because the networks of the
+/// hosts are separate. libvirt calls a migration of cached disks unsafe, because the hosts could have different caches; here
+/// both are this machine.
 pub async fn migrate(run: &Run, name: &str, to: Host) -> Result<()> {
     let uri = libvirtd::uri(run, to);
     let how = ["migrate", "--live", "--persistent", "--undefinesource", "--unsafe", "--p2p", "--tunnelled"];

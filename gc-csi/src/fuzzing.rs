@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use crds::VirtualMachine;
 use crds::names::{self, ClaimName};
 use kube_kit::partial::PersistentVolume;
 use process_kit::trace::TraceParent;
@@ -12,7 +11,8 @@ use serde_json::Value;
 use crate::management;
 use crate::pin::Pin;
 use crate::vm_volumes::{
-    EntryChange, add_traces, can_add_entry, decide_attach, entry_statuses, plan_patch, references_claim,
+    EntryChange, Vm, VmApi, add_traces, can_add_entry, decide_attach, entry_statuses, plan_patch,
+    references_claim,
 };
 
 pub use crate::controller::fuzzing::guest_requests;
@@ -24,16 +24,16 @@ const CONTEXT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 /// others.
 pub fn virtual_machines(data: &[u8]) {
     let Ok(mut json) = serde_json::from_slice::<Value>(data) else { return };
-    let Ok(vm) = serde_json::from_value::<VirtualMachine>(json.clone()) else { return };
+    let Ok(vm) = serde_json::from_value::<Vm>(json.clone()) else { return };
     if !is_stored(&json, &vm) {
         return;
     }
     let changes = changes(&vm);
-    let mut plan = plan_patch("vm", &vm, &changes);
+    let mut plan = plan_patch(VmApi::VmOperator, "vm", &vm, &changes);
     let contexts = changes.iter().map(|change| (name_of(change).to_owned(), TraceParent::parse(CONTEXT)));
     add_traces(&vm, &mut plan.operations, &contexts.collect());
     json_patch::patch(&mut json, &plan.operations).expect("a PATCH applies to its VM");
-    let after: VirtualMachine = serde_json::from_value(json).expect("a PATCH leaves a VM");
+    let after: Vm = serde_json::from_value(json).expect("a PATCH leaves a VM");
     let left: Vec<&str> = after.spec.volumes.iter().map(|entry| entry.name.as_str()).collect();
     for (change, refused) in changes.iter().zip(&plan.refused) {
         let count = left.iter().filter(|name| **name == name_of(change)).count();
@@ -45,7 +45,7 @@ pub fn virtual_machines(data: &[u8]) {
 }
 
 /// Whether an API server can have stored a VM: as objects with metadata, and with names of entries that are unique.
-fn is_stored(json: &Value, vm: &VirtualMachine) -> bool {
+fn is_stored(json: &Value, vm: &Vm) -> bool {
     let mut names = BTreeSet::new();
     let entries = json["spec"]["volumes"].as_array().into_iter().flatten();
     let mut objects = entries.chain([&json["metadata"], &json["spec"]]);
@@ -58,7 +58,7 @@ fn is_stored(json: &Value, vm: &VirtualMachine) -> bool {
 }
 
 /// Removes every other entry, and adds one for each entry in the status.
-fn changes(vm: &VirtualMachine) -> Vec<EntryChange> {
+fn changes(vm: &Vm) -> Vec<EntryChange> {
     let removed =
         vm.spec.volumes.iter().step_by(2).map(|entry| EntryChange::Remove { name: entry.name.clone() });
     let kept: BTreeSet<&str> = vm.spec.volumes.iter().step_by(2).map(|entry| entry.name.as_str()).collect();

@@ -7,8 +7,8 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED, FINALIZER_DETACH};
-use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
-use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision};
+use crds::{VolumeAttachment, VolumeAttachmentStatus};
+use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision, VmApi};
 use infra_api::{
     Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Owner, PoolName,
     ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
@@ -138,7 +138,7 @@ fn object<T: serde::de::DeserializeOwned>(document: Value) -> T {
     serde_json::from_value(document).expect("the document matches the type")
 }
 
-fn virtual_machine(vm_index: VmIndex, vm: Vm) -> VirtualMachine {
+fn virtual_machine(vm_index: VmIndex, vm: Vm) -> vm_volumes::Vm {
     object(document(vm_index, vm, "1"))
 }
 
@@ -197,8 +197,8 @@ pub fn patch(at: VmIndex, base: CachedVm, kind: Kind, now: Vm, guarded: bool) ->
             Kind::Unpublish => EntryChange::Remove { name },
         };
         let version = if base.is_current { "now" } else { "then" };
-        let cached: VirtualMachine = object(document(at, base.vm, version));
-        let mut plan = vm_volumes::plan_patch(&self::name(at), &cached, &[change]);
+        let cached: vm_volumes::Vm = object(document(at, base.vm, version));
+        let mut plan = vm_volumes::plan_patch(VmApi::VmOperator, &self::name(at), &cached, &[change]);
         if !guarded && kind == Kind::Unpublish {
             plan.operations.retain(|operation| !GUARDS.contains(&operation.path().as_str()));
         }

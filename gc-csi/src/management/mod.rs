@@ -31,7 +31,6 @@ mod virtual_machines;
 pub(crate) mod volume_entries;
 mod warnings;
 
-use crds::VirtualMachine;
 use kube::Client;
 use kube_kit::health::Health;
 use kube_kit::partial::PersistentVolumeClaim;
@@ -47,6 +46,7 @@ use snapshots::{Snapshots, VolumeSnapshot};
 use volume_entries::VolumeEntries;
 
 use crate::vm_operator::VmOperator;
+use crate::vm_volumes::Vm;
 
 pub(crate) use cluster_owner::{ClusterOwner, GuestDeletion};
 pub(crate) use error::ApiError;
@@ -59,7 +59,7 @@ pub(crate) use virtual_machines::VirtualMachines;
 /// Handlers of changes, called on the informer's task.
 pub(crate) struct ChangeHandlers {
     /// A VM changed.
-    pub(crate) vm_changed: ChangeHandler<VirtualMachine>,
+    pub(crate) vm_changed: ChangeHandler<Vm>,
     /// A claim changed.
     pub(crate) claim_changed: ChangeHandler<PersistentVolumeClaim>,
     /// A snapshot changed.

@@ -5,7 +5,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crds::VirtualMachine;
 use crds::names::{self, ANNOTATION_OUT_OF_SERVICE, ClaimName, VmName};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, ResourceExt};
@@ -22,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use super::error::ApiError;
 use super::identity::GuestIdentity;
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
-use crate::vm_volumes;
+use crate::vm_volumes::{self, Vm, VmApi};
 
 /// Names of the VMs that each entry's disk is attached to.
 pub(super) type AttachedVms = HashMap<String, Vec<VmName>>;
@@ -33,8 +32,8 @@ pub(crate) struct VirtualMachines {
     namespace: String,
     /// This guest.
     guest: String,
-    api: Api<VirtualMachine>,
-    informer: Informer<VirtualMachine>,
+    api: Api<Vm>,
+    informer: Informer<Vm>,
     by_disk: Arc<Index>,
 }
 
@@ -46,11 +45,11 @@ impl VirtualMachines {
         version: &str,
         ready: &Health,
         stop: &CancellationToken,
-        changed: ChangeHandler<VirtualMachine>,
+        changed: ChangeHandler<Vm>,
     ) -> Self {
         let resource = crds::virtual_machine_resource(version);
         let namespace = identity.namespace.clone();
-        let api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), &namespace, &resource);
+        let api: Api<Vm> = Api::namespaced_with(client.clone(), &namespace, &resource);
         let by_disk = Arc::new(Index::default());
         let index = by_disk.clone();
         let informer = Informer::builder("VirtualMachines", api.clone())
@@ -65,7 +64,7 @@ impl VirtualMachines {
 
     /// VMs of a fixed informer, without an index.
     #[cfg(test)]
-    pub(super) fn fixed(namespace: &str, api: Api<VirtualMachine>, vm: VirtualMachine) -> Self {
+    pub(super) fn fixed(namespace: &str, api: Api<Vm>, vm: Vm) -> Self {
         Self {
             namespace: namespace.to_owned(),
             guest: "guest".to_owned(),
@@ -73,6 +72,11 @@ impl VirtualMachines {
             informer: Informer::fixed([vm]),
             by_disk: Arc::default(),
         }
+    }
+
+    /// The API that VMs are changed through.
+    pub(super) fn vm_api(&self) -> VmApi {
+        VmApi::VmOperator
     }
 
     /// Waits for the first list.
@@ -95,7 +99,7 @@ impl VirtualMachines {
     }
 
     /// Whether a VM is another guest's.
-    pub(crate) fn is_other_guests(&self, vm: &VirtualMachine) -> bool {
+    pub(crate) fn is_other_guests(&self, vm: &Vm) -> bool {
         vm_volumes::is_other_guests(vm, &self.guest)
     }
 
@@ -113,12 +117,12 @@ impl VirtualMachines {
     }
 
     /// The VM of this name, from the cache.
-    pub(crate) fn get(&self, name: &VmName) -> Option<Arc<VirtualMachine>> {
+    pub(crate) fn get(&self, name: &VmName) -> Option<Arc<Vm>> {
         self.informer.get(&self.key(name))
     }
 
     /// VMs whose spec or status names the claim or its entry, ordered by name.
-    pub(crate) fn referencing(&self, claim: &ClaimName) -> Vec<Arc<VirtualMachine>> {
+    pub(crate) fn referencing(&self, claim: &ClaimName) -> Vec<Arc<Vm>> {
         let keys = [claim.clone().into(), claim.entry()].map(Key::cluster);
         let mut vms: Vec<Key> = keys.iter().flat_map(|key| self.by_disk.members(key)).collect();
         vms.sort_unstable();
@@ -173,13 +177,13 @@ impl VirtualMachines {
         &self,
         name: &VmName,
         deadline: Instant,
-        check: impl FnMut(Option<&Arc<VirtualMachine>>) -> Option<T>,
+        check: impl FnMut(Option<&Arc<Vm>>) -> Option<T>,
     ) -> Option<T> {
         self.informer.wait_for(&self.key(name), deadline, check).await
     }
 
     /// The VM as the API server returns it now; None if it does not exist.
-    pub(super) async fn read(&self, name: &VmName) -> Result<Option<VirtualMachine>, ApiError> {
+    pub(super) async fn read(&self, name: &VmName) -> Result<Option<Vm>, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(None);
@@ -188,7 +192,7 @@ impl VirtualMachines {
     }
 
     /// The VM as the API server returns it now; fails if it does not exist.
-    pub(super) async fn read_existing(&self, name: &VmName) -> Result<VirtualMachine, ApiError> {
+    pub(super) async fn read_existing(&self, name: &VmName) -> Result<Vm, ApiError> {
         Ok(self.api.get(name).await?)
     }
 
@@ -197,7 +201,7 @@ impl VirtualMachines {
         &self,
         name: &VmName,
         patch: &Patch<P>,
-    ) -> Result<VirtualMachine, ApiError> {
+    ) -> Result<Vm, ApiError> {
         Ok(self.api.patch(name, &PatchParams::default(), patch).await?)
     }
 
@@ -212,11 +216,7 @@ impl VirtualMachines {
     }
 
     /// Sets the out-of-service annotation to the UID of the Node, or removes it. Succeeds if the VM does not exist.
-    pub(crate) async fn set_out_of_service(
-        &self,
-        vm: &VirtualMachine,
-        node: Option<&str>,
-    ) -> Result<(), ApiError> {
+    pub(crate) async fn set_out_of_service(&self, vm: &Vm, node: Option<&str>) -> Result<(), ApiError> {
         // With the UID, the API server refuses the patch if the VM was replaced by one of the same name.
         let metadata = json!({"uid": vm.metadata.uid, "annotations": {ANNOTATION_OUT_OF_SERVICE: node}});
         match self.patch(&VmName::new(vm.name_any()), &Patch::Merge(json!({"metadata": metadata}))).await {
@@ -230,12 +230,12 @@ impl VirtualMachines {
     }
 }
 
-fn name_of(vm: &VirtualMachine) -> Option<VmName> {
+fn name_of(vm: &Vm) -> Option<VmName> {
     vm.metadata.name.clone().map(VmName::new)
 }
 
 /// Index keys of a VM: the claims in its spec and the entries in its status.
-fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
+fn index_keys(vm: &Vm) -> Vec<Key> {
     let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     let entries = vm.status.iter().flat_map(|status| &status.volumes);
     let claims = claims.map(|source| source.claim_name.as_str());
@@ -243,7 +243,7 @@ fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
 }
 
 /// Keeps identity, the guest's label, our annotations and all volumes, since a PATCH names an entry by its index.
-fn trim(vm: &mut VirtualMachine) {
+fn trim(vm: &mut Vm) {
     // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
     let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
     let read =

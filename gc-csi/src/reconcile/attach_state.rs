@@ -3,20 +3,20 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crds::VirtualMachineVolumeStatus;
 use crds::names;
-use crds::{VirtualMachine, VirtualMachineVolumeStatus};
 use kube_kit::informer::Change;
 
 use super::conditions::{ConditionUpdate, Reason, State};
 use crate::events::Event;
-use crate::vm_volumes;
+use crate::vm_volumes::{self, Vm};
 use crds::names::ClaimName;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
 
 /// The management claims whose disk status changed on a VM.
-pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<ClaimName> {
+pub(super) fn changed_claims(change: &Change<'_, Vm>) -> Vec<ClaimName> {
     let (old, new) = (disks(change.old), disks(change.new));
     let mut changed: Vec<&str> =
         old.iter().filter(|(name, disk)| new.get(*name) != Some(*disk)).map(|(name, _)| *name).collect();
@@ -40,7 +40,7 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<ClaimNa
 }
 
 /// The disk statuses of a VM by entry.
-fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
+fn disks(vm: Option<&Arc<Vm>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
     let disks = vm.into_iter().flat_map(|vm| &vm.status).flat_map(|status| &status.volumes);
     disks.map(|disk| (disk.name.as_str(), disk)).collect()
 }
@@ -48,10 +48,10 @@ fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolum
 /// The condition, from the VMs that reference the volume; None if there is nothing to report. VMs of other guests, and their
 /// errors, are not named.
 pub(super) fn condition(
-    vms: &[Arc<VirtualMachine>],
+    vms: &[Arc<Vm>],
     handle: &ClaimName,
     had_condition: bool,
-    is_other_guests: impl Fn(&VirtualMachine) -> bool,
+    is_other_guests: impl Fn(&Vm) -> bool,
 ) -> Option<ConditionUpdate> {
     let entry = handle.entry();
     let mut attached: Vec<String> = Vec::new();
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    fn vm(name: &str, disk: serde_json::Value) -> Arc<VirtualMachine> {
+    fn vm(name: &str, disk: serde_json::Value) -> Arc<Vm> {
         let vm = json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
             "metadata": {"name": name}, "spec": {}, "status": {"volumes": [disk]},
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn only_claims_whose_disk_status_changed_are_updated() {
         let vm =
-            |disks: serde_json::Value| -> Arc<VirtualMachine> {
+            |disks: serde_json::Value| -> Arc<Vm> {
                 let entries = json!([{"name": "e", "persistentVolumeClaim": {"claimName": "long-name"}}]);
                 Arc::new(serde_json::from_value(json!({
                 "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn the_condition_names_the_vms_and_the_errors() {
-        let reported = |vms: &[Arc<VirtualMachine>], had_condition| {
+        let reported = |vms: &[Arc<Vm>], had_condition| {
             condition(vms, &ClaimName::new("c"), had_condition, |vm| vm.metadata.name.as_deref() == Some("b"))
                 .and_then(|update| update.state)
                 .map(|state| (state.is_true, state.message))

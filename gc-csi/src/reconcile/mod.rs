@@ -36,7 +36,6 @@ mod zones;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crds::VirtualMachine;
 use csi::locks::VolumeLocks;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
@@ -50,6 +49,7 @@ use tokio_util::sync::CancellationToken;
 use crate::guest::{self, Guest};
 use crate::management::claims::pending_for;
 use crate::management::{ChangeHandlers, Management, OwnedObject};
+use crate::vm_volumes::Vm;
 
 use crds::names::{ClaimName, VmName};
 pub(crate) use k8s_attachments::K8sAttachments;
@@ -162,7 +162,7 @@ impl Queues {
         }
     }
 
-    fn push_vm(&self, change: &Change<'_, VirtualMachine>) {
+    fn push_vm(&self, change: &Change<'_, Vm>) {
         let [old, new] = [change.old, change.new].map(|vm| vm.map(|vm| (&vm.metadata.uid, &vm.spec.volumes)));
         if old != new {
             self.repair.vms.push(VmName::new(&change.key.name));
@@ -175,8 +175,7 @@ impl Queues {
         if old != new {
             self.zone_labels.push(VmName::new(&change.key.name));
         }
-        let power =
-            |vm: &Arc<VirtualMachine>| vm.status.as_ref().and_then(|status| status.power_state.clone());
+        let power = |vm: &Arc<Vm>| vm.status.as_ref().and_then(|status| status.power_state.clone());
         if self.proofs.note(change) || change.old.map(power) != change.new.map(power) {
             self.lost_nodes.push(VmName::new(&change.key.name));
         }

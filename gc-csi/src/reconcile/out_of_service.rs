@@ -3,16 +3,16 @@
 //! taint that an operator set, and removes it with the taint. Its own taint ([`super::lost_nodes`]) asks for no force: the VM
 //! is off.
 
-use crds::VirtualMachine;
 use crds::names::ANNOTATION_OUT_OF_SERVICE;
 use kube_kit::partial::Node;
 
 use super::taints::{is_out_of_service, is_own};
 use crate::management::VirtualMachines;
+use crate::vm_volumes::Vm;
 use crds::names::VmName;
 
 /// Whether a VM has the annotation.
-pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
+pub(super) fn is_annotated(vm: &Vm) -> bool {
     let annotations = vm.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }

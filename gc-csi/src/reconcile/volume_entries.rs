@@ -9,7 +9,6 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crds::VirtualMachine;
 use crds::names::{ClaimName, VmName};
 use csi::locks::VolumeLocks;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -24,6 +23,7 @@ use crate::guest::{self, Guest, reference};
 use crate::management::Management;
 use crate::management::claims::Claims;
 use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
+use crate::vm_volumes::Vm;
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -82,7 +82,7 @@ impl VolumeEntries {
     }
 
     /// The claims of entries that gc-csi created for this guest and that no VolumeAttachment requests.
-    fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<ClaimName> {
+    fn stale(&self, vm: &Vm, k8s_attachments: &[K8sAttachment]) -> Vec<ClaimName> {
         let requested: HashSet<&ClaimName> =
             k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_ref()).collect();
         let unknown: Vec<&K8sAttachment> =
@@ -289,7 +289,7 @@ fn may_be_for(claims: &Claims, k8s_attachment: &K8sAttachment, handle: &ClaimNam
 }
 
 /// The attached VolumeAttachments whose entry is missing on the VM.
-fn lost<'a>(vm: &VirtualMachine, k8s_attachments: &'a [K8sAttachment]) -> Vec<&'a K8sAttachment> {
+fn lost<'a>(vm: &Vm, k8s_attachments: &'a [K8sAttachment]) -> Vec<&'a K8sAttachment> {
     let sources = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
     let there: HashSet<&str> = sources.map(|source| source.claim_name.as_str()).collect();
     let is_lost = |k8s_attachment: &&K8sAttachment| {
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn only_entries_of_attached_volume_attachments_count_as_lost() {
-        let vm: VirtualMachine = serde_json::from_value(json!({
+        let vm: Vm = serde_json::from_value(json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "metadata": {"name": "vm"},
             "spec": {"volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": "a"}}]},
         }))

@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crds::VirtualMachine;
 use crds::names::LABEL_ZONE;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::{Patch, PatchParams};
@@ -23,6 +22,7 @@ use super::taints::is_out_of_service;
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::VirtualMachines;
+use crate::vm_volumes::Vm;
 use crds::names::VmName;
 
 /// Labels guest Nodes with their zones.
@@ -44,7 +44,7 @@ enum Action {
 }
 
 /// The zone of a VM.
-pub(super) fn zone_of(vm: &VirtualMachine) -> Option<&str> {
+pub(super) fn zone_of(vm: &Vm) -> Option<&str> {
     vm.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
 }
 

@@ -1,7 +1,9 @@
 //! Observations of a VM: which disks it has, and the results of attaches and detaches.
 
 use crds::names::{LABEL_CLUSTER_ID, entry_candidates};
-use crds::{VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
+use crds::{VirtualMachineVolume, VirtualMachineVolumeStatus};
+
+use super::vm::Vm;
 
 /// UID and generation of a VM after a change was committed. Older states do not reflect the change.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -13,7 +15,7 @@ pub struct Revision {
 }
 
 /// UID and generation of a VM.
-pub fn revision(vm: &VirtualMachine) -> Revision {
+pub fn revision(vm: &Vm) -> Revision {
     Revision {
         uid: vm.metadata.uid.clone().unwrap_or_default(),
         generation: vm.metadata.generation.unwrap_or_default(),
@@ -21,57 +23,54 @@ pub fn revision(vm: &VirtualMachine) -> Revision {
 }
 
 /// Whether a VM is another guest's than this one, by its label.
-pub fn is_other_guests(vm: &VirtualMachine, guest: &str) -> bool {
+pub fn is_other_guests(vm: &Vm, guest: &str) -> bool {
     let label = vm.metadata.labels.as_ref().and_then(|labels| labels.get(LABEL_CLUSTER_ID));
     label.is_some_and(|label| label != guest)
 }
 
 /// Whether the VM's spec has the claim; if so, whether read-only.
-pub fn spec_read_only(vm: &VirtualMachine, claim: &str) -> Option<bool> {
+pub fn spec_read_only(vm: &Vm, claim: &str) -> Option<bool> {
     let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     sources.into_iter().find(|source| source.claim_name.as_str() == claim).map(|source| source.read_only)
 }
 
 /// Status of an entry that is in the spec.
-fn entry_status<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
+fn entry_status<'a>(vm: &'a Vm, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
     statuses(vm).find(|disk| disk.name == entry)
 }
 
 /// All statuses of an entry: of the entry in the spec, and of disks that are being detached, which the VM Operator
 /// lists under another name.
-pub fn entry_statuses<'a>(
-    vm: &'a VirtualMachine,
-    entry: &str,
-) -> impl Iterator<Item = &'a VirtualMachineVolumeStatus> {
+pub fn entry_statuses<'a>(vm: &'a Vm, entry: &str) -> impl Iterator<Item = &'a VirtualMachineVolumeStatus> {
     statuses(vm).filter(move |disk| entry_candidates(&disk.name).any(|shown| shown == entry))
 }
 
-fn statuses(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
+fn statuses(vm: &Vm) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
     vm.status.iter().flat_map(|status| &status.volumes)
 }
 
 /// The error that the VM reports for an entry.
-pub fn reported_error(vm: &VirtualMachine, entry: &str) -> Option<String> {
+pub fn reported_error(vm: &Vm, entry: &str) -> Option<String> {
     entry_statuses(vm, entry).find_map(|disk| disk.error.clone())
 }
 
 /// Whether a disk of the entry is attached.
-pub fn is_attached(vm: &VirtualMachine, entry: &str) -> bool {
+pub fn is_attached(vm: &Vm, entry: &str) -> bool {
     entry_statuses(vm, entry).any(|disk| disk.attached)
 }
 
 /// UUID of the entry's disk.
-pub fn disk_uuid(vm: &VirtualMachine, entry: &str) -> Option<String> {
+pub fn disk_uuid(vm: &Vm, entry: &str) -> Option<String> {
     entry_statuses(vm, entry).find_map(|disk| disk.disk_uuid.clone())
 }
 
 /// Whether the VM's spec has the claim, or its disk is still attached: an exclusive attach elsewhere must wait.
-pub fn uses_claim(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
+pub fn uses_claim(vm: &Vm, claim: &str, entry: &str) -> bool {
     spec_read_only(vm, claim).is_some() || is_attached(vm, entry)
 }
 
 /// Whether the VM's spec or status references the claim, so that a detach has something to do.
-pub fn references_claim(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
+pub fn references_claim(vm: &Vm, claim: &str, entry: &str) -> bool {
     spec_read_only(vm, claim).is_some() || entry_statuses(vm, entry).next().is_some()
 }
 
@@ -90,7 +89,7 @@ pub enum AttachStep {
 
 /// Decides the first step of an attach from the observed VM; `is_elsewhere` is set if the disk is exclusive and another
 /// VM has it.
-pub fn decide_attach(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bool) -> AttachStep {
+pub fn decide_attach(vm: &Vm, claim: &str, read_only: bool, is_elsewhere: bool) -> AttachStep {
     match spec_read_only(vm, claim) {
         Some(now) if now != read_only => AttachStep::Differs(now),
         // Two VMs that got the entry at the same time must not wait for each other: the storage infra decides.
@@ -102,13 +101,13 @@ pub fn decide_attach(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsew
 
 /// Whether an entry can be added: not while the disk of its earlier use is being detached, because the end of that
 /// would detach the disk again. For a missing VM (None), the write fails.
-pub fn can_add_entry(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bool {
+pub fn can_add_entry(vm: Option<&Vm>, claim: &str, entry: &str) -> bool {
     vm.is_none_or(|vm| spec_read_only(vm, claim).is_some() || entry_statuses(vm, entry).next().is_none())
 }
 
 /// Whether a state is older than a change. A VM with another UID counts as older too: either it is, or the VM was
 /// replaced, which the next call detects.
-fn is_older(vm: &VirtualMachine, since: &Revision) -> bool {
+fn is_older(vm: &Vm, since: &Revision) -> bool {
     let observed = revision(vm);
     observed.uid != since.uid || observed.generation < since.generation
 }
@@ -126,7 +125,7 @@ pub struct AttachedDisk {
 
 /// Result of an attach, if it is known: the disk, or an error that was not known before.
 pub fn attach_result(
-    vm: &VirtualMachine,
+    vm: &Vm,
     since: &Revision,
     entry: &str,
     known: Option<&String>,
@@ -160,7 +159,7 @@ pub struct PendingDetach<'a> {
 /// Result of a detach, if it is known: success when no status has the entry's name or the disk's UUID, or an error that
 /// was not known before. A VM that does not exist has no disks.
 pub fn detach_result(
-    vm: Option<&VirtualMachine>,
+    vm: Option<&Vm>,
     since: &Revision,
     pending: PendingDetach<'_>,
 ) -> Option<Result<(), String>> {
@@ -181,12 +180,7 @@ pub fn detach_result(
 }
 
 /// Another entry for the claim, observed after a change: it was not created by gc-csi and keeps the disk attached.
-pub fn foreign_entry<'a>(
-    vm: &'a VirtualMachine,
-    since: &Revision,
-    claim: &str,
-    entry: &str,
-) -> Option<&'a str> {
+pub fn foreign_entry<'a>(vm: &'a Vm, since: &Revision, claim: &str, entry: &str) -> Option<&'a str> {
     if is_older(vm, since) {
         return None;
     }

@@ -1,13 +1,15 @@
-//! Plans of changes of `spec.volumes`, as JSON Patches.
+//! Plans of changes of a VM's entries, as JSON Patches.
 
 use crds::names::ANNOTATION_VOLUMES_CONFIRMED;
-use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume};
+use crds::{PersistentVolumeClaimSource, VirtualMachineVolume};
 use json_patch::jsonptr::PointerBuf;
-use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
+use json_patch::{AddOperation, PatchOperation, TestOperation};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::observe::entry_statuses;
+use super::vm::Vm;
+use super::vm_api::VmApi;
 
 /// JSON pointer to [`ANNOTATION_VOLUMES_CONFIRMED`] (RFC 6901: a slash within a name is `~1`).
 const CONFIRMED: &str = "/metadata/annotations/nestor.dev~1volumes-confirmed";
@@ -77,7 +79,7 @@ pub struct PatchPlan {
 /// An attach that finds its entry present changes nothing in the spec, but must invalidate all removals that were
 /// planned before. It therefore updates an annotation, which every removal tests. If the annotation is missing, the
 /// removal tests the resourceVersion instead.
-pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -> PatchPlan {
+pub fn plan_patch(api: VmApi, vm_name: &str, vm: &Vm, changes: &[EntryChange]) -> PatchPlan {
     let volumes = &vm.spec.volumes;
     let mut refused = vec![None; changes.len()];
     let mut removed: Vec<usize> = Vec::new();
@@ -140,17 +142,8 @@ pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -
             None => test("/metadata/resourceVersion", &json!(vm.metadata.resource_version)),
         });
     }
-    for at in removed {
-        operations.push(test(&format!("/spec/volumes/{at}/name"), &json!(volumes[at].name)));
-        operations
-            .push(PatchOperation::Remove(RemoveOperation { path: pointer(&format!("/spec/volumes/{at}")) }));
-    }
-    if !added.is_empty() && volumes.is_empty() {
-        // The list may be missing.
-        operations.push(add("/spec/volumes", &added));
-    } else {
-        operations.extend(added.iter().map(|entry| add("/spec/volumes/-", entry)));
-    }
+    operations.extend(api.removals(vm, &removed));
+    operations.extend(api.additions(vm, &added));
     if confirms {
         operations.push(confirm(vm));
     }
@@ -158,13 +151,13 @@ pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -
 }
 
 /// The resourceVersion at which an attach last confirmed its entry.
-pub fn confirmed(vm: &VirtualMachine) -> Option<&str> {
+pub fn confirmed(vm: &Vm) -> Option<&str> {
     let annotations = vm.metadata.annotations.as_ref()?;
     annotations.get(ANNOTATION_VOLUMES_CONFIRMED).map(String::as_str)
 }
 
 /// The new value always differs, because the resourceVersion changes with each write.
-fn confirm(vm: &VirtualMachine) -> PatchOperation {
+fn confirm(vm: &Vm) -> PatchOperation {
     let onto = vm.metadata.resource_version.as_deref().unwrap_or_default();
     match vm.metadata.annotations {
         Some(_) => add(CONFIRMED, onto),
@@ -172,11 +165,11 @@ fn confirm(vm: &VirtualMachine) -> PatchOperation {
     }
 }
 
-fn test(path: &str, value: &Value) -> PatchOperation {
+pub(super) fn test(path: &str, value: &Value) -> PatchOperation {
     PatchOperation::Test(TestOperation { path: pointer(path), value: value.clone() })
 }
 
-fn add(path: &str, value: impl Serialize) -> PatchOperation {
+pub(super) fn add(path: &str, value: impl Serialize) -> PatchOperation {
     PatchOperation::Add(AddOperation { path: pointer(path), value: json!(value) })
 }
 
@@ -204,10 +197,11 @@ mod tests {
     }
 
     /// Names of the entries after the API server applied the plan to `vm`.
-    fn entries_after(vm: &VirtualMachine, changes: &[EntryChange]) -> Vec<String> {
+    fn entries_after(vm: &Vm, changes: &[EntryChange]) -> Vec<String> {
         let mut document = serde_json::to_value(vm).unwrap();
-        json_patch::patch(&mut document, &plan_patch("vm", vm, changes).operations).unwrap();
-        let vm: VirtualMachine = serde_json::from_value(document).unwrap();
+        json_patch::patch(&mut document, &plan_patch(VmApi::VmOperator, "vm", vm, changes).operations)
+            .unwrap();
+        let vm: Vm = serde_json::from_value(document).unwrap();
         vm.spec.volumes.into_iter().map(|entry| entry.name).collect()
     }
 
@@ -229,13 +223,14 @@ mod tests {
         let vm = vm_with(&["a"]);
         let changes =
             [EntryChange::Remove { name: "gone".to_owned() }, EntryChange::Remove { name: "b".to_owned() }];
-        assert!(plan_patch("vm", &vm, &changes).operations.is_empty());
+        assert!(plan_patch(VmApi::VmOperator, "vm", &vm, &changes).operations.is_empty());
     }
 
     /// The VM after the API server applied the plan.
-    fn changed(vm: &VirtualMachine, change: EntryChange) -> VirtualMachine {
+    fn changed(vm: &Vm, change: EntryChange) -> Vm {
         let mut document = serde_json::to_value(vm).unwrap();
-        json_patch::patch(&mut document, &plan_patch("vm", vm, &[change]).operations).unwrap();
+        json_patch::patch(&mut document, &plan_patch(VmApi::VmOperator, "vm", vm, &[change]).operations)
+            .unwrap();
         serde_json::from_value(document).unwrap()
     }
 
@@ -252,7 +247,7 @@ mod tests {
             annotated(json!({ANNOTATION_VOLUMES_CONFIRMED: "5"})),
         ] {
             let remove = EntryChange::Remove { name: "b".to_owned() };
-            let late = plan_patch("vm", &before, std::slice::from_ref(&remove)).operations;
+            let late = plan_patch(VmApi::VmOperator, "vm", &before, std::slice::from_ref(&remove)).operations;
             let mut after = changed(&before, add_change("a"));
             assert_eq!(after.spec.volumes, before.spec.volumes, "the spec and its generation stay");
             after.metadata.resource_version = Some("8".to_owned());
@@ -267,7 +262,8 @@ mod tests {
     fn a_later_status_does_not_conflict_with_a_removal() {
         let mut vm = changed(&vm_with(&["a"]), add_change("b"));
         assert_eq!(confirmed(&vm), Some("7"));
-        let late = plan_patch("vm", &vm, &[EntryChange::Remove { name: "a".to_owned() }]).operations;
+        let late = plan_patch(VmApi::VmOperator, "vm", &vm, &[EntryChange::Remove { name: "a".to_owned() }])
+            .operations;
         vm.metadata.resource_version = Some("9".to_owned());
         assert!(json_patch::patch(&mut serde_json::to_value(&vm).unwrap(), &late).is_ok());
         assert_eq!(
@@ -282,7 +278,7 @@ mod tests {
         let vm = vm_with(&["a"]);
         let (name, claim) = ("a".to_owned(), "a".to_owned());
         let taken = EntryChange::Add { name, claim, read_only: true, multi_writer: false };
-        let plan = plan_patch("vm", &vm, &[taken, add_change("b")]);
+        let plan = plan_patch(VmApi::VmOperator, "vm", &vm, &[taken, add_change("b")]);
         assert!(matches!(plan.refused[0], Some(Refusal::NameTaken { .. })));
         assert!(plan.refused[1].is_none());
         assert_eq!(plan.operations.len(), 5, "three tests, b, and the confirmation");
@@ -293,10 +289,9 @@ mod tests {
         let mut vm = vm_with(&["a", "b"]);
         vm.metadata.annotations = Some([(ANNOTATION_VOLUMES_CONFIRMED.to_owned(), "5".to_owned())].into());
         for change in [EntryChange::Remove { name: "a".to_owned() }, add_change("c")] {
-            let patch = plan_patch("vm", &vm, &[change]).operations;
-            let applies_to = |vm: &VirtualMachine| {
-                json_patch::patch(&mut serde_json::to_value(vm).unwrap(), &patch).is_ok()
-            };
+            let patch = plan_patch(VmApi::VmOperator, "vm", &vm, &[change]).operations;
+            let applies_to =
+                |vm: &Vm| json_patch::patch(&mut serde_json::to_value(vm).unwrap(), &patch).is_ok();
             let mut changed_and_back = vm.clone();
             changed_and_back.metadata.generation = Some(5);
             assert!(!applies_to(&changed_and_back));
@@ -314,7 +309,7 @@ mod tests {
         for name in ["a", "a:detaching", "a-1:detaching"] {
             let vm = vm_reporting(&[name]);
             assert!(!can_add_entry(Some(&vm), "a", "a") && can_add_entry(Some(&vm), "c", "c"), "{name}");
-            let plan = plan_patch("vm", &vm, &[add_change("a"), add_change("c")]);
+            let plan = plan_patch(VmApi::VmOperator, "vm", &vm, &[add_change("a"), add_change("c")]);
             assert!(matches!(plan.refused[..], [Some(Refusal::Detaching { .. }), None]), "{name}");
         }
     }
@@ -325,7 +320,11 @@ mod tests {
             let (name, claim) = ("a".to_owned(), "a".to_owned());
             let change = EntryChange::Add { name, claim, read_only: false, multi_writer };
             let mut document = serde_json::to_value(vm_with(&[])).unwrap();
-            json_patch::patch(&mut document, &plan_patch("vm", &vm_with(&[]), &[change]).operations).unwrap();
+            json_patch::patch(
+                &mut document,
+                &plan_patch(VmApi::VmOperator, "vm", &vm_with(&[]), &[change]).operations,
+            )
+            .unwrap();
             document["spec"]["volumes"][0].take()
         };
         let claim = json!({"claimName": "a"});

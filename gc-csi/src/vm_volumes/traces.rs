@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use crds::VirtualMachine;
+use super::vm::Vm;
 use crds::names::{self, ANNOTATION_TRACE_PREFIX, entry_candidates};
 use json_patch::{AddOperation, PatchOperation, RemoveOperation};
 use process_kit::trace::TraceParent;
@@ -14,7 +14,7 @@ use super::plan::{ANNOTATIONS, pointer};
 /// Adds to the PATCH of a VM the contexts of its changes, by entry, and removes those of earlier changes and of entries that
 /// are gone. The annotations are therefore at most as many as the entries.
 pub fn add_traces(
-    vm: &VirtualMachine,
+    vm: &Vm,
     operations: &mut Vec<PatchOperation>,
     contexts: &BTreeMap<String, Option<TraceParent>>,
 ) {
@@ -36,7 +36,7 @@ pub fn add_traces(
 }
 
 /// Whether the VM has annotations when the PATCH comes to the contexts.
-fn has_annotations(vm: &VirtualMachine, operations: &[PatchOperation]) -> bool {
+fn has_annotations(vm: &Vm, operations: &[PatchOperation]) -> bool {
     vm.metadata.annotations.is_some()
         || operations.iter().any(
             |operation| matches!(operation, PatchOperation::Add(add) if add.path.as_str() == ANNOTATIONS),
@@ -44,13 +44,13 @@ fn has_annotations(vm: &VirtualMachine, operations: &[PatchOperation]) -> bool {
 }
 
 /// The entries with a context.
-fn traced_entries(vm: &VirtualMachine) -> impl Iterator<Item = &str> {
+fn traced_entries(vm: &Vm) -> impl Iterator<Item = &str> {
     let keys = vm.metadata.annotations.iter().flat_map(BTreeMap::keys);
     keys.filter_map(|key| key.strip_prefix(ANNOTATION_TRACE_PREFIX))
 }
 
 /// Whether an entry is in the spec, or its disk is still in the status.
-fn is_in_use(vm: &VirtualMachine, entry: &str) -> bool {
+fn is_in_use(vm: &Vm, entry: &str) -> bool {
     let reported = vm.status.iter().flat_map(|status| &status.volumes);
     vm.spec.volumes.iter().any(|one| one.name == entry)
         || reported.flat_map(|disk| entry_candidates(&disk.name)).any(|name| name == entry)
@@ -66,7 +66,7 @@ mod tests {
 
     use super::*;
     use crate::vm_volumes::testing::{vm_reporting, vm_with};
-    use crate::vm_volumes::{EntryChange, plan_patch};
+    use crate::vm_volumes::{EntryChange, VmApi, plan_patch};
 
     const CONTEXT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
@@ -75,14 +75,14 @@ mod tests {
         EntryChange::Add { name, claim, read_only: false, multi_writer: false }
     }
 
-    fn annotated(mut vm: VirtualMachine, annotations: Value) -> VirtualMachine {
+    fn annotated(mut vm: Vm, annotations: Value) -> Vm {
         vm.metadata.annotations = serde_json::from_value(annotations).unwrap();
         vm
     }
 
     /// The annotations after the API server applied a change with these contexts.
-    fn after(vm: &VirtualMachine, change: EntryChange, contexts: &[(&str, Option<&str>)]) -> Value {
-        let mut operations = plan_patch("vm", vm, &[change]).operations;
+    fn after(vm: &Vm, change: EntryChange, contexts: &[(&str, Option<&str>)]) -> Value {
+        let mut operations = plan_patch(VmApi::VmOperator, "vm", vm, &[change]).operations;
         let parsed = |context: &Option<&str>| context.and_then(TraceParent::parse);
         let contexts = contexts.iter().map(|(entry, context)| ((*entry).to_owned(), parsed(context)));
         add_traces(vm, &mut operations, &contexts.collect());
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn without_contexts_the_patch_is_the_planned_one() {
         let vm = annotated(vm_with(&["a"]), json!({"other": "x"}));
-        let planned = plan_patch("vm", &vm, &[add_change("b")]).operations;
+        let planned = plan_patch(VmApi::VmOperator, "vm", &vm, &[add_change("b")]).operations;
         let mut operations = planned.clone();
         add_traces(&vm, &mut operations, &[("b".to_owned(), None)].into());
         assert_eq!(operations, planned);

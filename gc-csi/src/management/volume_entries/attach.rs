@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use crds::VirtualMachine;
 use crds::names::{ClaimName, VmName};
 use process_kit::text::one_line;
 use tokio::time::Instant;
@@ -14,7 +13,7 @@ use crate::management::claims::{bound_to, is_bound};
 use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::recent_outcomes::disk_key;
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
-use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, revision};
+use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, Vm, revision};
 
 /// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
@@ -252,7 +251,7 @@ impl VolumeEntries {
 
     /// Whether this process observed within the last seconds that the disk was attached to this VM, with the watch
     /// connected.
-    fn recently_attached(&self, claim: &ClaimName, vm_name: &VmName, vm: &VirtualMachine) -> bool {
+    fn recently_attached(&self, claim: &ClaimName, vm_name: &VmName, vm: &Vm) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.watch_error().is_none() && self.attached.contains(&disk_key(claim, vm_name), uid)
     }

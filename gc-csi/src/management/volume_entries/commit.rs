@@ -16,7 +16,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crds::VirtualMachine;
 use crds::names::VmName;
 use futures::future::{BoxFuture, join_all};
 use kube::api::Patch;
@@ -28,7 +27,7 @@ use tokio::sync::oneshot;
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::virtual_machines::VirtualMachines;
-use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, add_traces, plan_patch, revision};
+use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, Vm, add_traces, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;
@@ -91,7 +90,7 @@ pub(super) struct Committer {
     vms: VirtualMachines,
     batcher: Batcher<Request>,
     /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
-    own_writes: Arc<Mutex<HashMap<VmName, Arc<VirtualMachine>>>>,
+    own_writes: Arc<Mutex<HashMap<VmName, Arc<Vm>>>>,
 }
 
 impl std::fmt::Debug for Committer {
@@ -200,7 +199,7 @@ impl Committer {
             batch.retain(|request| !request.done.is_closed());
             reject_kept_entries(&vm, batch).await;
             let changes: Vec<EntryChange> = batch.iter().map(|request| request.change.clone()).collect();
-            let mut plan = plan_patch(vm_name, &vm, &changes);
+            let mut plan = plan_patch(self.vms.vm_api(), vm_name, &vm, &changes);
             add_traces(&vm, &mut plan.operations, &contexts_of(batch));
             // The cached VM may be older than a PATCH whose response was lost, so "nothing to do" is verified at the
             // API server.
@@ -236,14 +235,14 @@ impl Committer {
     }
 
     /// The newest known version of a VM: a PATCH computed from an older one would be refused.
-    fn newest_vm(&self, vm_name: &VmName) -> Option<Arc<VirtualMachine>> {
+    fn newest_vm(&self, vm_name: &VmName) -> Option<Arc<Vm>> {
         let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
         own.or_else(|| self.vms.get(vm_name))
     }
 
     /// Keeps a response until the informer's cache is as new.
-    fn remember(&self, vm_name: &VmName, vm: Arc<VirtualMachine>) -> Revision {
+    fn remember(&self, vm_name: &VmName, vm: Arc<Vm>) -> Revision {
         let committed = revision(&vm);
         let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         own_writes.insert(vm_name.to_owned(), vm);
@@ -252,14 +251,14 @@ impl Committer {
     }
 
     /// Whether our own response is newer than the informer's cache.
-    fn is_newer_than_cache(&self, vm_name: &VmName, own: &VirtualMachine) -> bool {
+    fn is_newer_than_cache(&self, vm_name: &VmName, own: &Vm) -> bool {
         let cached = self.vms.get(vm_name);
         cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
     }
 }
 
 /// Removes the requests whose entry must stay from the batch, and answers them.
-async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
+async fn reject_kept_entries(vm: &Vm, batch: &mut Vec<Request>) {
     let is_there = |name: &String| vm.spec.volumes.iter().any(|entry| &entry.name == name);
     let check = |request: &Request| match (&request.change, &request.may_remove) {
         (EntryChange::Remove { name }, Some(may_remove)) if is_there(name) => Some(may_remove()),
@@ -370,7 +369,7 @@ mod tests {
             "metadata": {"name": "vm", "namespace": "n", "uid": "u", "generation": 1, "resourceVersion": "1"},
             "spec": {"volumes": entries},
         });
-        let cached: VirtualMachine = serde_json::from_value(vm.clone()).unwrap();
+        let cached: Vm = serde_json::from_value(vm.clone()).unwrap();
         let (patches, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let server = Arc::new(Server { vm: Mutex::new(vm), patches, refused });
         let answering = server.clone();

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crds::VirtualMachine;
 use crds::names::{self, ClaimName, VmName};
 use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::text::one_line;
@@ -11,7 +10,7 @@ use tokio::time::Instant;
 use super::VolumeEntries;
 use super::commit::{CommitError, KeepReason, MayRemove};
 use crate::management::recent_outcomes::disk_key;
-use crate::vm_volumes::{self, PendingDetach};
+use crate::vm_volumes::{self, PendingDetach, Vm};
 
 /// Advice in errors of a detach.
 const DETACH_HELP: &str = "the detach completes when the guest OS releases the disk or the VM is off; if the VM is \
@@ -142,8 +141,8 @@ impl VolumeEntries {
         claim: &ClaimName,
         vm_name: &VmName,
         entry: &str,
-    ) -> Result<Option<Arc<VirtualMachine>>, DetachError> {
-        let is_involved = |vm: &VirtualMachine| vm_volumes::references_claim(vm, claim, entry);
+    ) -> Result<Option<Arc<Vm>>, DetachError> {
+        let is_involved = |vm: &Vm| vm_volumes::references_claim(vm, claim, entry);
         if let Some(vm) = self.vms.get(vm_name) {
             if is_involved(&vm) {
                 return Ok(Some(vm));
@@ -162,13 +161,13 @@ impl VolumeEntries {
 
     /// Whether this process observed within the last seconds that the disk was detached from this VM, with the watch
     /// connected.
-    fn recently_detached(&self, claim: &ClaimName, vm_name: &VmName, vm: &VirtualMachine) -> bool {
+    fn recently_detached(&self, claim: &ClaimName, vm_name: &VmName, vm: &Vm) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.watch_error().is_none() && self.detached.contains(&disk_key(claim, vm_name), uid)
     }
 
     /// Whether a VM's disk belongs to another guest, by the VM's label or, without one, by the claim's.
-    fn is_other_guests_disk(&self, vm: &VirtualMachine, claim: &ClaimName) -> bool {
+    fn is_other_guests_disk(&self, vm: &Vm, claim: &ClaimName) -> bool {
         let labels = vm.metadata.labels.as_ref();
         match labels.and_then(|labels| labels.get(names::LABEL_CLUSTER_ID)) {
             Some(guest) => guest != self.identity.cluster.as_str(),

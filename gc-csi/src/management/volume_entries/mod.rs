@@ -10,7 +10,6 @@ mod batcher;
 mod commit;
 mod detach;
 
-use crds::VirtualMachine;
 use tokio::time::Instant;
 
 use super::claims::Claims;
@@ -20,7 +19,7 @@ use super::identity::{GuestIdentity, Relation};
 use super::recent_outcomes::RecentOutcomes;
 use super::virtual_machines::VirtualMachines;
 use crate::vm_operator::VmOperator;
-use crate::vm_volumes;
+use crate::vm_volumes::{self, Vm};
 
 pub(crate) use attach::{Attach, AttachError, Attached};
 use commit::Committer;
@@ -57,7 +56,7 @@ impl VolumeEntries {
 
     /// The claims of a VM's entries that gc-csi created for this guest. Entries of unknown claims and of other guests'
     /// claims are left out.
-    pub(crate) fn own(&self, vm: &VirtualMachine) -> Vec<ClaimName> {
+    pub(crate) fn own(&self, vm: &Vm) -> Vec<ClaimName> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
             let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
             (entry.name == claim.entry()).then(|| claim.clone())
@@ -88,7 +87,7 @@ impl VolumeEntries {
         is_current.then_some(()).ok_or_else(lagging)
     }
 
-    async fn read(&self, vm_name: &VmName) -> Result<Option<VirtualMachine>, CommitError> {
+    async fn read(&self, vm_name: &VmName) -> Result<Option<Vm>, CommitError> {
         let answer = self.vms.read(vm_name).await;
         answer.map_err(|source| CommitError::Api { vm_name: vm_name.to_owned(), source })
     }

@@ -6,11 +6,12 @@
 
 use std::fmt;
 
-use crds::{VirtualMachine, node_uuid};
+use crds::node_uuid;
 use kube_kit::partial::Node;
 use uuid::Uuid;
 
 use crate::reconcile::taints::{is_out_of_service, is_own};
+use crate::vm_volumes::Vm;
 
 /// When gc-csi taints a Node by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -43,7 +44,7 @@ pub(super) struct Facts<'a> {
     pub(super) policy: TaintPolicy,
     pub(super) node: &'a Node,
     /// The VirtualMachine of the same name.
-    pub(super) vm: Option<&'a VirtualMachine>,
+    pub(super) vm: Option<&'a Vm>,
     /// Whether that is another guest's.
     pub(super) is_other_guests: bool,
     pub(super) proof: Proof,
@@ -144,7 +145,7 @@ fn obstacle(facts: &Facts<'_>) -> Option<Obstacle> {
 }
 
 /// Whether a Node is this VM, as far as both report a UUID. Old firmware has the first three fields in another byte order.
-fn is_same_vm(node: &Node, vm: &VirtualMachine) -> bool {
+fn is_same_vm(node: &Node, vm: &Vm) -> bool {
     let of_vm = || node_uuid(vm.status.as_ref()?);
     let (Some(node), Some(vm)) = (node.system_uuid.as_deref(), of_vm()) else { return true };
     match (node.parse::<Uuid>(), vm.parse::<Uuid>()) {

@@ -23,20 +23,20 @@ fn node(ready: Option<&str>, taints: Vec<Taint>) -> Node {
     Node { ready, taints, system_uuid, ..Node::default() }
 }
 
-fn vm(status: Value) -> VirtualMachine {
+fn vm(status: Value) -> Vm {
     let json = json!({"metadata": {"name": "n"}, "spec": {}, "status": status});
     serde_json::from_value(json).unwrap()
 }
 
-fn off() -> VirtualMachine {
+fn off() -> Vm {
     vm(json!({"biosUUID": UUID, "powerState": "PoweredOff"}))
 }
 
-fn running() -> VirtualMachine {
+fn running() -> Vm {
     vm(json!({"biosUUID": UUID, "powerState": "PoweredOn"}))
 }
 
-fn facts<'a>(node: &'a Node, vm: &'a VirtualMachine, proof: Proof) -> Facts<'a> {
+fn facts<'a>(node: &'a Node, vm: &'a Vm, proof: Proof) -> Facts<'a> {
     Facts { policy: TaintPolicy::Proven, node, vm: Some(vm), is_other_guests: false, proof }
 }
 

@@ -9,7 +9,6 @@ mod taint;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crds::VirtualMachine;
 use crds::names::VmName;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
@@ -23,6 +22,7 @@ use super::zones::Zones;
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::VirtualMachines;
+use crate::vm_volumes::Vm;
 use decide::{Decision, Facts, Obstacle, decide};
 
 pub(crate) use decide::TaintPolicy;
@@ -83,7 +83,7 @@ impl LostNodes {
         Ok(ends.map_or(NextAction::AwaitChange, NextAction::RequeueAfter))
     }
 
-    fn decide(&self, name: &VmName, node: &Node, vm: Option<&VirtualMachine>) -> Decision {
+    fn decide(&self, name: &VmName, node: &Node, vm: Option<&Vm>) -> Decision {
         decide(&Facts {
             policy: self.policy,
             node,

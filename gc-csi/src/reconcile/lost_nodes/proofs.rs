@@ -6,13 +6,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crds::VirtualMachine;
 use crds::names::{ANNOTATION_PROVEN_OFF, VmName};
 use k8s_openapi::jiff::Timestamp;
 use kube_kit::informer::Change;
 use tokio::time::Instant;
 
 use super::decide::Proof;
+use crate::vm_volumes::Vm;
 
 /// How long a proof counts after its renewal, of which mgmt-csi makes one every 30 s.
 const FRESH: Duration = Duration::from_secs(90);
@@ -33,13 +33,13 @@ struct Observed {
 }
 
 /// The time of the proof on a VM.
-fn recorded(vm: &VirtualMachine) -> Option<&str> {
+fn recorded(vm: &Vm) -> Option<&str> {
     vm.metadata.annotations.as_ref()?.get(ANNOTATION_PROVEN_OFF).map(String::as_str)
 }
 
 impl Proofs {
     /// Notes a change of a VM. Whether its proof has changed.
-    pub(in crate::reconcile) fn note(&self, change: &Change<'_, VirtualMachine>) -> bool {
+    pub(in crate::reconcile) fn note(&self, change: &Change<'_, Vm>) -> bool {
         let (old, new) = (change.old.map(|vm| recorded(vm)), change.new.and_then(|vm| recorded(vm)));
         if old == Some(new) {
             return false;
@@ -54,7 +54,7 @@ impl Proofs {
     }
 
     /// The proof of a VM now, and when it becomes stale.
-    pub(super) fn of(&self, name: &VmName, vm: &VirtualMachine) -> (Proof, Option<Duration>) {
+    pub(super) fn of(&self, name: &VmName, vm: &Vm) -> (Proof, Option<Duration>) {
         let observed = self.lock().get(name).copied();
         let (Some(time), Some(observed)) = (recorded(vm), observed) else { return (Proof::None, None) };
         let age = observed.at.elapsed();
@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
 
-    fn vm(time: Option<&str>) -> Arc<VirtualMachine> {
+    fn vm(time: Option<&str>) -> Arc<Vm> {
         let annotations = json!({ANNOTATION_PROVEN_OFF: time});
         let annotations = if time.is_some() { annotations } else { json!(null) };
         let vm = json!({"metadata": {"name": "n", "annotations": annotations}, "spec": {}});
@@ -99,11 +99,11 @@ mod tests {
         Timestamp::now().to_string()
     }
 
-    fn note(proofs: &Proofs, old: Option<&Arc<VirtualMachine>>, new: Option<&Arc<VirtualMachine>>) -> bool {
+    fn note(proofs: &Proofs, old: Option<&Arc<Vm>>, new: Option<&Arc<Vm>>) -> bool {
         proofs.note(&Change { key: &Key::new("guest", "n"), old, new })
     }
 
-    fn of(proofs: &Proofs, vm: &VirtualMachine) -> Proof {
+    fn of(proofs: &Proofs, vm: &Vm) -> Proof {
         proofs.of(&VmName::new("n"), vm).0
     }
 

@@ -227,6 +227,9 @@ pub const FINALIZER_DETACH: &str = "nestor.dev/detach";
 /// Finalizer on a management claim whose disk may be attached: the claim counts in its quotas until the disk is detached. Set
 /// by gc-csi at creation if the class says so, else by mgmt-csi. Removed by mgmt-csi only.
 pub const FINALIZER_ATTACHED: &str = "nestor.dev/attached";
+/// Annotation on a management claim whose disk may be attached to one VM only, where the VM API does not ensure that: the VM that
+/// may have the disk, as JSON. Written by gc-csi before each attach, and removed when the disk is proven detached.
+pub const ANNOTATION_ATTACHED_TO: &str = "nestor.dev/attached-to";
 /// Annotation on a management StorageClass: the finalizer that gc-csi sets on the claims that it creates. Only
 /// [`FINALIZER_ATTACHED`] is set. Absent where mgmt-csi may be too old to remove it.
 pub const ANNOTATION_CLAIM_FINALIZER: &str = "nestor.dev/claim-finalizer";
@@ -318,14 +321,21 @@ pub fn entry_candidates(name: &str) -> impl Iterator<Item = &str> {
     [base.or(Some(name)), unnumbered].into_iter().flatten()
 }
 
-/// Possible names of a disk under `/dev/disk/by-id`, by bus: SCSI with a 64-bit WWN,
-/// SCSI with a 128-bit one, virtio-blk (serials are cut at 20 bytes), NVMe.
-pub fn disk_by_id(disk_uuid: &str) -> [String; 4] {
+/// Possible names of a disk under `/dev/disk/by-id`, by bus: SCSI with a 64-bit WWN, SCSI with a 128-bit one, QEMU's SCSI
+/// disks that have only a serial (two rules of udev), virtio-blk (serials are cut at 20 bytes), NVMe.
+pub fn disk_by_id(disk_uuid: &str) -> [String; 6] {
     let uuid = disk_uuid.to_ascii_lowercase();
     let hex: String = uuid.chars().filter(char::is_ascii_hexdigit).collect();
     let wwn: String = hex.chars().take(16).collect();
     let serial: String = uuid.chars().take(20).collect();
-    [format!("wwn-0x{wwn}"), format!("wwn-0x{hex}"), format!("virtio-{serial}"), format!("nvme-uuid.{uuid}")]
+    [
+        format!("wwn-0x{wwn}"),
+        format!("wwn-0x{hex}"),
+        format!("scsi-0QEMU_QEMU_HARDDISK_{uuid}"),
+        format!("scsi-SQEMU_QEMU_HARDDISK_{uuid}"),
+        format!("virtio-{serial}"),
+        format!("nvme-uuid.{uuid}"),
+    ]
 }
 
 /// ID of an anti-affinity group in the storage infra, where the groups of all guests are. A guest can't choose the ID of
@@ -442,6 +452,8 @@ mod tests {
             [
                 "wwn-0x6f9c1b2a0d3e4f5a",
                 "wwn-0x6f9c1b2a0d3e4f5a8b7c1234567890ab",
+                "scsi-0QEMU_QEMU_HARDDISK_6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab",
+                "scsi-SQEMU_QEMU_HARDDISK_6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab",
                 "virtio-6f9c1b2a-0d3e-4f5a-8",
                 "nvme-uuid.6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab"
             ]

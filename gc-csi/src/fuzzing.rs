@@ -69,7 +69,7 @@ fn changes(vm: &Vm) -> Vec<EntryChange> {
         assert!(can_add_entry(Some(vm), name, name) || entry_statuses(vm, name).next().is_some());
         references_claim(vm, name, name);
         let (name, claim) = (name.to_owned(), name.to_owned());
-        EntryChange::Add { name, claim, read_only: false, multi_writer: true }
+        EntryChange::Add { name, claim, read_only: false, multi_writer: true, serial: None }
     });
     removed.chain(added).collect()
 }

@@ -4,9 +4,12 @@
 use csi::Status;
 use csi::capability::{Access, Capability, Mode};
 use kube::Client;
-use kube_kit::api_versions;
+use kube_kit::api_versions::{self, Served};
 use kube_kit::health::Health;
 use tokio_util::sync::CancellationToken;
+
+use crate::management::ServedVmApi;
+use crate::vm_volumes::kubevirt;
 
 /// First version of `VirtualMachine` that defines `sharingMode` and `diskMode` of an entry.
 const FIRST_WITH_SHARING: &str = "v1alpha6";
@@ -32,18 +35,61 @@ pub enum VmOperator {
         /// Whether it serves a version with multi-writer disks.
         has_sharing: bool,
     },
+    /// KubeVirt.
+    KubeVirt,
+}
+
+/// API of VMs selected by flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum VmApiArg {
+    /// The one that the management cluster serves.
+    Auto,
+    /// `VirtualMachine` of `vmoperator.vmware.com`.
+    VmOperator,
+    /// `VirtualMachine` of `kubevirt.io`.
+    Kubevirt,
+}
+
+/// The API of VMs among the groups that a management cluster serves, or why there is none.
+pub(crate) fn choose_api(named: VmApiArg, served: &Served) -> Result<ServedVmApi, String> {
+    let versions = |group: &str| served.get(group).map(Vec::as_slice).unwrap_or_default();
+    let operator = crds::newest_virtual_machine_version(versions(crds::VIRTUAL_MACHINE_GROUP));
+    let kubevirt = versions(kubevirt::GROUP).iter().any(|version| version == kubevirt::VERSION);
+    let missing = |group: &str| {
+        let versions = versions(group);
+        format!(
+            "the management cluster serves no supported version of {group}, only {versions:?}: install its CustomResourceDefinitions"
+        )
+    };
+    match (named, operator, kubevirt) {
+        (VmApiArg::Auto, Some(_), true) => Err(format!(
+            "the management cluster serves both {} and {}: select the API of this guest's VMs with --vm-api",
+            crds::VIRTUAL_MACHINE_GROUP,
+            kubevirt::GROUP
+        )),
+        (VmApiArg::Auto, None, false) => Err(format!(
+            "the management cluster serves neither a supported version of {} nor {}/{}: install a VM Operator or KubeVirt",
+            crds::VIRTUAL_MACHINE_GROUP,
+            kubevirt::GROUP,
+            kubevirt::VERSION
+        )),
+        (VmApiArg::Auto | VmApiArg::VmOperator, Some(version), _) => Ok(ServedVmApi::VmOperator(version)),
+        (VmApiArg::Auto | VmApiArg::Kubevirt, _, true) => Ok(ServedVmApi::KubeVirt),
+        (VmApiArg::VmOperator, None, _) => Err(missing(crds::VIRTUAL_MACHINE_GROUP)),
+        (VmApiArg::Kubevirt, _, false) => Err(missing(kubevirt::GROUP)),
+    }
 }
 
 impl VmOperator {
-    /// The selected or detected VM Operator of a cluster that serves `version` of `VirtualMachine`; detected once, at
-    /// start-up. None when stopped.
+    /// The selected or detected VM Operator of a cluster with this API of VMs; detected once, at start-up. None when stopped.
     pub(crate) async fn detect(
         named: VmOperatorArg,
-        version: &str,
+        api: ServedVmApi,
         client: &Client,
         ready: &Health,
         stop: &CancellationToken,
     ) -> Option<Self> {
+        let ServedVmApi::VmOperator(version) = api else { return Some(Self::KubeVirt) };
         let upstream = Self::Upstream { has_sharing: version == FIRST_WITH_SHARING };
         let is_shim = match named {
             VmOperatorArg::Shim => true,
@@ -59,12 +105,21 @@ impl VmOperator {
 
     /// Whether it attaches disks read-only.
     pub(crate) fn supports_read_only(self) -> bool {
-        self == Self::Shim
+        self.refuses_read_only().is_none()
+    }
+
+    /// Why it does not attach disks read-only.
+    pub(crate) fn refuses_read_only(self) -> Option<&'static str> {
+        match self {
+            Self::Shim => None,
+            Self::Upstream { .. } => Some(READ_ONLY_UNSUPPORTED),
+            Self::KubeVirt => Some(KUBEVIRT_READ_ONLY),
+        }
     }
 
     /// Whether the entry of a claim with these access modes must request multi-writer sharing.
     pub(crate) fn needs_multi_writer(self, modes: &[String]) -> bool {
-        self != Self::Shim && modes.iter().any(|mode| mode == "ReadWriteMany")
+        matches!(self, Self::Upstream { .. }) && modes.iter().any(|mode| mode == "ReadWriteMany")
     }
 
     /// Refuses capabilities that this driver or the VM Operator does not support.
@@ -72,6 +127,7 @@ impl VmOperator {
         let refusal = requested.iter().find_map(unsupported).or_else(|| match self {
             Self::Shim => None,
             Self::Upstream { has_sharing } => refused_upstream(requested, has_sharing),
+            Self::KubeVirt => refused_kubevirt(requested),
         });
         refusal.map_or(Ok(()), |why| Err(Status::invalid_argument(why)))
     }
@@ -93,9 +149,23 @@ fn unsupported(requested: &Capability) -> Option<&'static str> {
 }
 
 /// Why the upstream VM Operator does not attach a disk read-only.
-pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster does not attach disks \
+const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster does not attach disks \
     read-only: its admission refuses readOnly for a claim; use ReadWriteOnce, and set readOnly in the pods that must \
     not write";
+
+/// Why gc-csi does not attach a disk read-only through KubeVirt.
+const KUBEVIRT_READ_ONLY: &str = "gc-csi attaches disks of KubeVirt to one VM, which may write to them; use ReadWriteOnce, and set \
+    readOnly in the pods that must not write";
+
+/// Why gc-csi does not attach disks with these capabilities through KubeVirt.
+fn refused_kubevirt(requested: &[Capability]) -> Option<&'static str> {
+    if requested.iter().any(|one| one.mode.is_read_only()) {
+        return Some(KUBEVIRT_READ_ONLY);
+    }
+    requested.iter().any(|one| one.mode == Mode::MultiNodeMultiWriter).then_some(
+        "access mode ReadWriteMany is not supported with KubeVirt: gc-csi attaches its disks to one VM; use ReadWriteOnce",
+    )
+}
 
 /// Why the upstream VM Operator would refuse these capabilities.
 fn refused_upstream(requested: &[Capability], has_sharing: bool) -> Option<&'static str> {
@@ -144,6 +214,39 @@ mod tests {
         let refused = refusal(VmOperator::Shim, &[(Mode::MultiNodeMultiWriter, MOUNT())]);
         assert!(refused.is_some_and(|why| why.contains("filesystem")));
         assert!(!VmOperator::Shim.needs_multi_writer(&["ReadWriteMany".to_owned()]));
+    }
+
+    #[test]
+    fn the_api_of_vms_is_the_served_one_unless_several_are_or_a_flag_selects_it() {
+        let served = |groups: &[(&str, &str)]| -> Served {
+            groups.iter().map(|(group, version)| ((*group).to_owned(), vec![(*version).to_owned()])).collect()
+        };
+        let (operator, kubevirt) = (("vmoperator.vmware.com", "v1alpha5"), ("kubevirt.io", "v1"));
+        let chosen =
+            |named, groups: &[(&str, &str)]| choose_api(named, &served(groups)).map(|api| format!("{api:?}"));
+        let of_operator = Ok("VmOperator(\"v1alpha5\")".to_owned());
+        let of_kubevirt = Ok("KubeVirt".to_owned());
+        assert_eq!(chosen(VmApiArg::Auto, &[operator]), of_operator);
+        assert_eq!(chosen(VmApiArg::Auto, &[kubevirt]), of_kubevirt);
+        assert_eq!(chosen(VmApiArg::VmOperator, &[operator, kubevirt]), of_operator);
+        assert_eq!(chosen(VmApiArg::Kubevirt, &[operator, kubevirt]), of_kubevirt);
+        for (named, groups, text) in [
+            (VmApiArg::Auto, vec![operator, kubevirt], "--vm-api"),
+            (VmApiArg::Auto, vec![], "neither"),
+            (VmApiArg::VmOperator, vec![kubevirt], "no supported version of vmoperator.vmware.com"),
+            (VmApiArg::Kubevirt, vec![operator], "no supported version of kubevirt.io"),
+        ] {
+            assert!(chosen(named, &groups).is_err_and(|why| why.contains(text)), "{text}");
+        }
+    }
+
+    #[test]
+    fn disks_of_kubevirt_are_attached_to_one_vm_that_may_write() {
+        assert_eq!(refusal(VmOperator::KubeVirt, &[(Mode::SingleNodeWriter, MOUNT())]), None);
+        for one in [(Mode::MultiNodeReaderOnly, MOUNT()), (Mode::MultiNodeMultiWriter, Access::Block)] {
+            assert!(refusal(VmOperator::KubeVirt, &[one]).is_some_and(|why| why.contains("one VM")));
+        }
+        assert!(!VmOperator::KubeVirt.needs_multi_writer(&["ReadWriteMany".to_owned()]));
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! API discovery: versions and resources of optional APIs in a cluster.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use backon::Retryable;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::APIGroup;
 use kube::Client;
 use tokio_util::sync::CancellationToken;
 
@@ -11,6 +13,9 @@ use crate::health::Check;
 
 /// Maximum delay between requests.
 const MAX_DELAY: Duration = Duration::from_secs(10);
+
+/// Versions of API groups that a cluster serves, by group.
+pub type Served = BTreeMap<String, Vec<String>>;
 
 /// Waits until the cluster serves a version of `group` that `choose` accepts, because its CustomResourceDefinitions may be
 /// installed later. Returns None if `stop` is cancelled first.
@@ -21,8 +26,27 @@ pub async fn wait_for_version<V>(
     check: &Check,
     stop: &CancellationToken,
 ) -> Option<V> {
+    let choose = |served: &Served| {
+        let served = served.get(group).map(Vec::as_slice).unwrap_or_default();
+        choose(served).ok_or_else(|| {
+            format!(
+                "the cluster serves no supported version of {group}, only {served:?}: install its CustomResourceDefinitions"
+            )
+        })
+    };
+    wait_for_groups(client, choose, check, stop).await
+}
+
+/// Waits until the cluster serves API groups from which `choose` returns a value; its error says what is missing. Returns None if
+/// `stop` is cancelled first.
+pub async fn wait_for_groups<V>(
+    client: &Client,
+    choose: impl Fn(&Served) -> Result<V, String>,
+    check: &Check,
+    stop: &CancellationToken,
+) -> Option<V> {
     let mut last_reason = String::new();
-    let version = (|| served_version(client, group, &choose)).retry(until_success(MAX_DELAY)).notify(
+    let chosen = (|| async { choose(&served_groups(client).await?) }).retry(until_success(MAX_DELAY)).notify(
         |reason: &String, _| {
             if *reason != last_reason {
                 tracing::warn!("{reason}");
@@ -31,36 +55,22 @@ pub async fn wait_for_version<V>(
             }
         },
     );
-    let version = tokio::select! {
+    let chosen = tokio::select! {
         () = stop.cancelled() => return None,
-        version = version => version.ok()?,
+        chosen = chosen => chosen.ok()?,
     };
     check.pass();
-    Some(version)
+    Some(chosen)
 }
 
-/// The version of `group` that `choose` accepts, or why there is none.
-async fn served_version<V>(
-    client: &Client,
-    group: &str,
-    choose: impl Fn(&[String]) -> Option<V>,
-) -> Result<V, String> {
+/// The API groups that the cluster serves.
+async fn served_groups(client: &Client) -> Result<Served, String> {
     let groups = client
         .list_api_groups()
         .await
         .map_err(|error| format!("failed to list the API groups of the cluster: {}", chain(&error)))?;
-    let served: Vec<String> = groups
-        .groups
-        .into_iter()
-        .filter(|found| found.name == group)
-        .flat_map(|found| found.versions)
-        .map(|version| version.version)
-        .collect();
-    choose(&served).ok_or_else(|| {
-        format!(
-            "the cluster serves no supported version of {group}, only {served:?}: install its CustomResourceDefinitions"
-        )
-    })
+    let versions = |group: APIGroup| group.versions.into_iter().map(|version| version.version).collect();
+    Ok(groups.groups.into_iter().map(|group| (group.name.clone(), versions(group))).collect())
 }
 
 /// Whether the cluster serves `resource` (plural) of `group_version`. Retries until the API server answers. Returns None if

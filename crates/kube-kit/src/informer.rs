@@ -1,6 +1,7 @@
 //! Informer: a local store of watched objects, shared by all readers. Callers read it, wait for changes, or register
 //! handlers, and make no API requests of their own. Use a partial type of [`partial`](crate::partial) for objects that are numerous.
 
+mod derived;
 pub(crate) mod metrics;
 mod watch;
 
@@ -18,6 +19,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
+pub use derived::Derived;
 use metrics::WatchMetrics;
 use process_kit::memory::shrink_map;
 use process_kit::supervise;
@@ -70,7 +72,8 @@ pub struct Change<'a, K> {
 }
 
 type Trim<K> = Box<dyn Fn(&mut K) + Send + Sync>;
-type Handler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
+/// Handler of changes, called on the task that makes them: it must not block.
+pub type Handler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
 
 /// Shared store of objects. Clones share the store.
 pub struct Informer<K> {

@@ -12,7 +12,7 @@ pub fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
 }
 
 /// Version of an object.
-pub(crate) fn of<K: Resource>(object: &K) -> Option<u64> {
+pub fn of<K: Resource>(object: &K) -> Option<u64> {
     parse(&object.resource_version()?)
 }
 

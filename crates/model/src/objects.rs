@@ -193,7 +193,7 @@ pub fn patch(at: VmIndex, base: CachedVm, kind: Kind, now: Vm, guarded: bool) ->
     memoized!(Input => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
         let name = names::volume_entry(CLAIM);
         let change = match kind {
-            Kind::Publish => EntryChange::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false },
+            Kind::Publish => EntryChange::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false, serial: None },
             Kind::Unpublish => EntryChange::Remove { name },
         };
         let version = if base.is_current { "now" } else { "then" };

@@ -8,6 +8,7 @@ use csi::Status;
 use super::pinned::PinError;
 use crate::compatibility::Incompatible;
 use crate::management::ApiError;
+use crate::management::TakeError;
 use crate::management::claims::{ExpandError, ModifyError};
 use crate::management::consumers::ConsumerError;
 use crate::management::provisioner::{CreateError, DeleteError};
@@ -153,7 +154,7 @@ pub(super) fn attach(error: &AttachError) -> Status {
         ) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Api { source, .. }) => api(source, text),
-        AttachError::ReadOnly(_) => Status::invalid_argument(text),
+        AttachError::ReadOnly(..) => Status::invalid_argument(text),
         AttachError::NotBound(_) => Status::unavailable(text),
         AttachError::InUse { .. } => Status::failed_precondition(text),
         AttachError::Differs { .. } => Status::already_exists(text),
@@ -172,6 +173,8 @@ pub(super) fn detach(error: &DetachError) -> Status {
         // The disk stays attached until an operator intervenes.
         DetachError::NotOwned { .. } | DetachError::ForeignEntry { .. } => Status::failed_precondition(text),
         DetachError::Kept { reason, .. } => entry_kept(reason, text),
+        DetachError::NotOff { .. } => Status::unavailable(text),
+        DetachError::TakenAgain { .. } => Status::aborted(text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }
@@ -183,6 +186,10 @@ fn commit(error: &CommitError, text: String) -> Status {
         CommitError::Refused(Refusal::NameTaken { .. }) => Status::failed_precondition(text),
         CommitError::Refused(Refusal::Detaching { .. }) => Status::aborted(text),
         CommitError::Kept(reason) => entry_kept(reason, text),
+        CommitError::Take(TakeError::Held { .. } | TakeError::Unreadable(_)) => {
+            Status::failed_precondition(text)
+        }
+        CommitError::Take(TakeError::Api { source, .. }) => api(source, text),
         CommitError::Api { source, .. } => api(source, text),
     }
 }

@@ -45,7 +45,7 @@ use crate::credential::{self, Credential, CredentialArgs};
 use crate::guest::{Guest, Scope};
 use crate::management::{ClusterOwner, GuestDeletion, GuestIdentity, Management, OptionalApis, ServedApis};
 use crate::reconcile::{self, Reconcilers};
-use crate::vm_operator::{VmOperator, VmOperatorArg};
+use crate::vm_operator::{VmApiArg, VmOperator, VmOperatorArg, choose_api};
 
 /// Flags of the `gc-csi` program.
 #[derive(Debug, clap::Args)]
@@ -76,7 +76,11 @@ pub struct Args {
     /// GetCapacity is not served.
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     capacity_namespace: Option<String>,
-    /// VM Operator of the management cluster. `auto` selects the shim if volumeattachments.nestor.dev is served.
+    /// API of this guest's VMs in the management cluster. `auto` selects the one that is served, and refuses to choose if both
+    /// are.
+    #[arg(long, value_enum, default_value_t = VmApiArg::Auto)]
+    vm_api: VmApiArg,
+    /// VM Operator of the management cluster, if its API is `vm-operator`. `auto` selects the shim if volumeattachments.nestor.dev is served.
     #[arg(long, value_enum, default_value_t = VmOperatorArg::Auto)]
     vm_operator: VmOperatorArg,
     /// Announce topology support, so that volumes are placed in zones that their pods can reach. Requires `gc-csi-node`
@@ -177,20 +181,19 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    let version_check = ready.check("version of VirtualMachine", "not checked yet");
-    let version = api_versions::wait_for_version(
+    let api_check = ready.check("API of VirtualMachine", "not checked yet");
+    let choosing = api_versions::wait_for_groups(
         &management_client,
-        crds::VIRTUAL_MACHINE_GROUP,
-        crds::newest_virtual_machine_version,
-        &version_check,
+        |served| choose_api(args.vm_api, served),
+        &api_check,
         &stop,
     );
-    let Some(version) = version.await else { return Ok(()) };
+    let Some(vm_api) = choosing.await else { return Ok(()) };
     let optional = OptionalApis::discover(&management_client, args.capacity_namespace, &ready, &stop).await;
     let Some(optional) = optional else { return Ok(()) };
-    let detecting = VmOperator::detect(args.vm_operator, version, &management_client, &ready, &stop);
+    let detecting = VmOperator::detect(args.vm_operator, vm_api, &management_client, &ready, &stop);
     let Some(vm_operator) = detecting.await else { return Ok(()) };
-    tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "connected to the management cluster");
+    tracing::info!(?vm_api, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "connected to the management cluster");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
     let scope = Scope { drivers: legacy::drivers(&args.legacy), claim_labels: args.sync.labels.clone() };
@@ -220,7 +223,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     );
     let Some(cluster_owner) = cluster_owner.await else { return Ok(()) };
     let handlers = reconcilers.queues().handlers();
-    let served = ServedApis { vm_version: version, vm_operator, optional: &optional };
+    let served = ServedApis { vm_api, vm_operator, optional: &optional };
     let management =
         Management::start(&management_client, guest_identity, served, cluster_owner, &ready, &stop, handlers);
     let (locks, pace) = (VolumeLocks::default(), reconcilers.pace().clone());

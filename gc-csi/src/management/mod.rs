@@ -18,8 +18,10 @@ pub(crate) mod consumers;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod holders;
 mod identity;
 pub(crate) mod inventory;
+mod kubevirt;
 mod objects;
 mod owner_refs;
 pub(crate) mod provisioner;
@@ -50,11 +52,12 @@ use crate::vm_volumes::Vm;
 
 pub(crate) use cluster_owner::{ClusterOwner, GuestDeletion};
 pub(crate) use error::ApiError;
+pub(crate) use holders::TakeError;
 pub(crate) use identity::{GuestIdentity, Relation};
 pub(crate) use objects::{is_object_name, retain_keys};
 pub(crate) use owner_refs::{DeletionOutcome, OwnedObject, OwnerRefs};
 pub(crate) use served_apis::{OptionalApis, ServedApis};
-pub(crate) use virtual_machines::VirtualMachines;
+pub(crate) use virtual_machines::{ServedVmApi, VirtualMachines};
 
 /// Handlers of changes, called on the informer's task.
 pub(crate) struct ChangeHandlers {
@@ -96,7 +99,7 @@ impl Management {
     pub(crate) fn start(
         client: &Client,
         identity: GuestIdentity,
-        ServedApis { vm_version, vm_operator, optional }: ServedApis<'_>,
+        ServedApis { vm_api, vm_operator, optional }: ServedApis<'_>,
         owner: ClusterOwner,
         ready: &Health,
         stop: &CancellationToken,
@@ -106,7 +109,7 @@ impl Management {
         let namespace = identity.namespace.as_str();
         let classes = Classes::start(client, optional.attributes_classes, ready, stop);
         let claims = Claims::start(client, identity.clone(), ready, stop, claim_changed);
-        let vms = VirtualMachines::start(client, &identity, vm_version, ready, stop, vm_changed);
+        let vms = VirtualMachines::start(client, &identity, vm_api, ready, stop, vm_changed);
         let consumers = Consumers::new(identity.clone(), claims.clone());
         let snapshots = optional.snapshots.then(|| {
             let of = (claims.clone(), owner.clone());

@@ -6,12 +6,13 @@ use kube_kit::health::Health;
 use tokio_util::sync::CancellationToken;
 
 use super::snapshots;
+use super::virtual_machines::ServedVmApi;
 use crate::vm_operator::VmOperator;
 
 /// APIs that differ between management clusters.
 pub(crate) struct ServedApis<'a> {
-    /// Version of `VirtualMachine`.
-    pub(crate) vm_version: &'a str,
+    /// API of VMs.
+    pub(crate) vm_api: ServedVmApi,
     /// The VM Operator.
     pub(crate) vm_operator: VmOperator,
     /// APIs that may be missing.

@@ -10,7 +10,7 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, ResourceExt};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
-use kube_kit::informer::{Informer, Key};
+use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::mutation_cache::catch_up;
 use process_kit::text::one_line;
 use serde::Serialize;
@@ -20,8 +20,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::error::ApiError;
 use super::identity::GuestIdentity;
+use super::kubevirt::KubeVirt;
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
-use crate::vm_volumes::{self, Vm, VmApi};
+use crate::vm_volumes::holder::Holder;
+use crate::vm_volumes::{self, Revision, Vm, VmApi};
 
 /// Names of the VMs that each entry's disk is attached to.
 pub(super) type AttachedVms = HashMap<String, Vec<VmName>>;
@@ -32,34 +34,64 @@ pub(crate) struct VirtualMachines {
     namespace: String,
     /// This guest.
     guest: String,
-    api: Api<Vm>,
+    objects: Objects,
     informer: Informer<Vm>,
     by_disk: Arc<Index>,
 }
 
+/// Objects of VMs, by VM API.
+#[derive(Clone, Debug)]
+enum Objects {
+    /// The VM is one object, of which the informer is.
+    VmOperator(Api<Vm>),
+    /// The VM is computed from several objects.
+    KubeVirt(KubeVirt),
+}
+
+/// The VM API of a management cluster, with its version where several are supported.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ServedVmApi {
+    /// `vmoperator.vmware.com` in this version.
+    VmOperator(&'static str),
+    /// `kubevirt.io`.
+    KubeVirt,
+}
+
 impl VirtualMachines {
-    /// Watches the VMs of the guest's namespace in this API version.
+    /// Watches the VMs of the guest's namespace.
     pub(super) fn start(
         client: &Client,
         identity: &GuestIdentity,
-        version: &str,
+        served: ServedVmApi,
         ready: &Health,
         stop: &CancellationToken,
         changed: ChangeHandler<Vm>,
     ) -> Self {
-        let resource = crds::virtual_machine_resource(version);
         let namespace = identity.namespace.clone();
-        let api: Api<Vm> = Api::namespaced_with(client.clone(), &namespace, &resource);
         let by_disk = Arc::new(Index::default());
         let index = by_disk.clone();
-        let informer = Informer::builder("VirtualMachines", api.clone())
-            .trim(trim)
-            .on_change(move |change| {
-                index.put(change.key, change.new.into_iter().flat_map(|vm| index_keys(vm)));
-            })
-            .on_change(changed)
-            .start(ready.check("watch of VirtualMachines", "not synced yet"), stop.clone());
-        Self { namespace, guest: identity.cluster.to_string(), api, informer, by_disk }
+        let indexed = move |change: &Change<'_, Vm>| {
+            index.put(change.key, change.new.into_iter().flat_map(|vm| index_keys(vm)));
+        };
+        let (objects, informer) = match served {
+            ServedVmApi::VmOperator(version) => {
+                let resource = crds::virtual_machine_resource(version);
+                let api: Api<Vm> = Api::namespaced_with(client.clone(), &namespace, &resource);
+                let informer = Informer::builder("VirtualMachines", api.clone())
+                    .trim(trim)
+                    .on_change(indexed)
+                    .on_change(changed)
+                    .start(ready.check("watch of VirtualMachines", "not synced yet"), stop.clone());
+                (Objects::VmOperator(api), informer)
+            }
+            ServedVmApi::KubeVirt => {
+                let handlers = vec![Box::new(indexed) as ChangeHandler<Vm>, changed];
+                let kubevirt = KubeVirt::start(client, &namespace, ready, stop, handlers, is_read);
+                let informer = kubevirt.views().clone();
+                (Objects::KubeVirt(kubevirt), informer)
+            }
+        };
+        Self { namespace, guest: identity.cluster.to_string(), objects, informer, by_disk }
     }
 
     /// VMs of a fixed informer, without an index.
@@ -68,7 +100,7 @@ impl VirtualMachines {
         Self {
             namespace: namespace.to_owned(),
             guest: "guest".to_owned(),
-            api,
+            objects: Objects::VmOperator(api),
             informer: Informer::fixed([vm]),
             by_disk: Arc::default(),
         }
@@ -76,21 +108,33 @@ impl VirtualMachines {
 
     /// The API that VMs are changed through.
     pub(super) fn vm_api(&self) -> VmApi {
-        VmApi::VmOperator
+        match self.objects {
+            Objects::VmOperator(_) => VmApi::VmOperator,
+            Objects::KubeVirt(_) => VmApi::KubeVirt,
+        }
     }
 
     /// Waits for the first list.
     pub(super) async fn synced(&self) {
-        self.informer.synced().await;
+        match &self.objects {
+            Objects::VmOperator(_) => self.informer.synced().await,
+            Objects::KubeVirt(kubevirt) => kubevirt.synced().await,
+        }
     }
 
     pub(super) fn is_synced(&self) -> bool {
-        self.informer.is_synced()
+        match &self.objects {
+            Objects::VmOperator(_) => self.informer.is_synced(),
+            Objects::KubeVirt(kubevirt) => kubevirt.is_synced(),
+        }
     }
 
     /// The watch error while VMs can't be watched; None while connected.
     pub(super) fn watch_error(&self) -> Option<String> {
-        self.informer.watch_error()
+        match &self.objects {
+            Objects::VmOperator(_) => self.informer.watch_error(),
+            Objects::KubeVirt(kubevirt) => kubevirt.watch_error(),
+        }
     }
 
     /// Namespaced name of a VM, for messages.
@@ -182,18 +226,52 @@ impl VirtualMachines {
         self.informer.wait_for(&self.key(name), deadline, check).await
     }
 
+    /// Waits until `check` returns a value for a state that is proven to be the result of a change, at most until `deadline`.
+    pub(super) async fn wait_for_result<T>(
+        &self,
+        name: &VmName,
+        since: &Revision,
+        deadline: Instant,
+        check: impl FnMut(Option<&Arc<Vm>>) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        match &self.objects {
+            // Entries and their status are in one object.
+            Objects::VmOperator(_) => Ok(self.wait_for(name, deadline, check).await),
+            Objects::KubeVirt(kubevirt) => {
+                kubevirt.wait_for_result(&self.key(name), since, deadline, check).await
+            }
+        }
+    }
+
+    /// Whether the VM that holds a volume is proven off.
+    pub(super) async fn is_proven_off(&self, holder: &Holder) -> Result<bool, ApiError> {
+        match &self.objects {
+            Objects::VmOperator(_) => Ok(false),
+            Objects::KubeVirt(kubevirt) => kubevirt.is_proven_off(holder).await,
+        }
+    }
+
     /// The VM as the API server returns it now; None if it does not exist.
     pub(super) async fn read(&self, name: &VmName) -> Result<Option<Vm>, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(None);
         }
-        Ok(self.api.get_opt(name).await?)
+        match &self.objects {
+            Objects::VmOperator(api) => Ok(api.get_opt(name).await?),
+            Objects::KubeVirt(kubevirt) => kubevirt.read(name).await,
+        }
     }
 
     /// The VM as the API server returns it now; fails if it does not exist.
     pub(super) async fn read_existing(&self, name: &VmName) -> Result<Vm, ApiError> {
-        Ok(self.api.get(name).await?)
+        match &self.objects {
+            Objects::VmOperator(api) => Ok(api.get(name).await?),
+            Objects::KubeVirt(kubevirt) => {
+                let missing = || ApiError::NotFound(format!("VirtualMachine {name}"));
+                kubevirt.read(name).await?.ok_or_else(missing)
+            }
+        }
     }
 
     /// Sends a patch.
@@ -202,7 +280,10 @@ impl VirtualMachines {
         name: &VmName,
         patch: &Patch<P>,
     ) -> Result<Vm, ApiError> {
-        Ok(self.api.patch(name, &PatchParams::default(), patch).await?)
+        match &self.objects {
+            Objects::VmOperator(api) => Ok(api.patch(name, &PatchParams::default(), patch).await?),
+            Objects::KubeVirt(kubevirt) => kubevirt.patch(&self.key(name), patch).await,
+        }
     }
 
     /// Waits until the cache is as new as the VM in the API server; false if it is still older at the deadline.
@@ -211,8 +292,13 @@ impl VirtualMachines {
         if !is_object_name(name) {
             return Ok(true);
         }
-        let live = self.api.get_opt(name).await?;
-        Ok(catch_up(&self.informer, &self.key(name), live.as_ref(), deadline).await)
+        match &self.objects {
+            Objects::VmOperator(api) => {
+                let live = api.get_opt(name).await?;
+                Ok(catch_up(&self.informer, &self.key(name), live.as_ref(), deadline).await)
+            }
+            Objects::KubeVirt(kubevirt) => kubevirt.catch_up(&self.key(name), deadline).await,
+        }
     }
 
     /// Sets the out-of-service annotation to the UID of the Node, or removes it. Succeeds if the VM does not exist.
@@ -242,13 +328,17 @@ fn index_keys(vm: &Vm) -> Vec<Key> {
     claims.chain(entries.flat_map(|disk| names::entry_candidates(&disk.name))).map(Key::cluster).collect()
 }
 
+/// Whether gc-csi reads an annotation of VMs.
+fn is_read(key: &str) -> bool {
+    let read =
+        [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_PROVEN_OFF, names::ANNOTATION_VOLUMES_CONFIRMED];
+    read.contains(&key) || key.starts_with(names::ANNOTATION_TRACE_PREFIX)
+}
+
 /// Keeps identity, the guest's label, our annotations and all volumes, since a PATCH names an entry by its index.
 fn trim(vm: &mut Vm) {
     // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
     let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
-    let read =
-        [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_PROVEN_OFF, names::ANNOTATION_VOLUMES_CONFIRMED];
-    let is_read = |key: &str| read.contains(&key) || key.starts_with(names::ANNOTATION_TRACE_PREFIX);
     retain_keys(&mut vm.metadata.annotations, is_read);
     if has_annotations {
         vm.metadata.annotations.get_or_insert_default();

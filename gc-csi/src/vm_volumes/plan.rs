@@ -29,6 +29,8 @@ pub enum EntryChange {
         read_only: bool,
         /// Whether the VM Operator has to attach the disk as multi-writer.
         multi_writer: bool,
+        /// Serial of the disk, where the writer of the entry chooses it.
+        serial: Option<String>,
     },
     /// Remove the entry.
     Remove {
@@ -73,26 +75,39 @@ pub struct PatchPlan {
     pub refused: Vec<Option<Refusal>>,
 }
 
+/// An entry to add.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct NewEntry {
+    /// The entry.
+    pub(super) entry: VirtualMachineVolume,
+    /// Serial of its disk, where the writer chooses it.
+    pub(super) serial: Option<String>,
+}
+
 /// Plans changes of a VM. The JSON Patch applies only to the observed spec: a late patch must neither remove an entry
 /// that was added again since, nor add one whose earlier use is still being detached.
 ///
 /// An attach that finds its entry present changes nothing in the spec, but must invalidate all removals that were
 /// planned before. It therefore updates an annotation, which every removal tests. If the annotation is missing, the
 /// removal tests the resourceVersion instead.
+///
+/// Where claims have [holders](super::holder), a detach that finds its entry absent updates the annotation likewise, and every
+/// addition tests it: after the detach has given the claim back, no attach that was planned before may add the entry.
 pub fn plan_patch(api: VmApi, vm_name: &str, vm: &Vm, changes: &[EntryChange]) -> PatchPlan {
     let volumes = &vm.spec.volumes;
     let mut refused = vec![None; changes.len()];
     let mut removed: Vec<usize> = Vec::new();
-    let mut added: Vec<VirtualMachineVolume> = Vec::new();
+    let mut added: Vec<NewEntry> = Vec::new();
     let mut confirms = false;
     for (index, change) in changes.iter().enumerate() {
         match change {
             EntryChange::Remove { name } => {
-                added.retain(|entry| &entry.name != name);
+                added.retain(|new| &new.entry.name != name);
                 let found = volumes.iter().position(|entry| &entry.name == name);
+                confirms |= found.is_none() && api.has_holders();
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
-            EntryChange::Add { name, claim, read_only, multi_writer } => {
+            EntryChange::Add { name, claim, read_only, multi_writer, serial } => {
                 let source =
                     PersistentVolumeClaimSource { claim_name: claim.as_str().into(), read_only: *read_only };
                 let kept = volumes
@@ -100,19 +115,22 @@ pub fn plan_patch(api: VmApi, vm_name: &str, vm: &Vm, changes: &[EntryChange]) -
                     .enumerate()
                     .filter(|(at, _)| !removed.contains(at))
                     .map(|(_, entry)| entry);
-                match kept.chain(&added).find(|entry| &entry.name == name) {
+                match kept.chain(added.iter().map(|new| &new.entry)).find(|entry| &entry.name == name) {
                     None if entry_statuses(vm, name).next().is_some() => {
                         let (vm_name, name) = (vm_name.to_owned(), name.clone());
                         refused[index] = Some(Refusal::Detaching { vm_name, name });
                     }
-                    None => added.push(VirtualMachineVolume {
-                        name: name.clone(),
-                        persistent_volume_claim: Some(source),
-                        sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
-                        disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
+                    None => added.push(NewEntry {
+                        entry: VirtualMachineVolume {
+                            name: name.clone(),
+                            persistent_volume_claim: Some(source),
+                            sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
+                            disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
+                        },
+                        serial: serial.clone(),
                     }),
                     Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&source) => {
-                        confirms |= added.iter().all(|one| &one.name != name);
+                        confirms |= added.iter().all(|new| &new.entry.name != name);
                     }
                     Some(entry) => {
                         refused[index] = Some(Refusal::NameTaken {
@@ -136,7 +154,7 @@ pub fn plan_patch(api: VmApi, vm_name: &str, vm: &Vm, changes: &[EntryChange]) -
     }
     let confirmed = confirmed(vm);
     confirms |= !added.is_empty() && confirmed.is_none();
-    if !removed.is_empty() || confirms {
+    if !removed.is_empty() || confirms || !added.is_empty() && api.has_holders() {
         operations.push(match confirmed {
             Some(onto) => test(CONFIRMED, &json!(onto)),
             None => test("/metadata/resourceVersion", &json!(vm.metadata.resource_version)),
@@ -193,7 +211,7 @@ mod tests {
 
     fn add_change(name: &str) -> EntryChange {
         let (name, claim) = (name.to_owned(), name.to_owned());
-        EntryChange::Add { name, claim, read_only: false, multi_writer: false }
+        EntryChange::Add { name, claim, read_only: false, multi_writer: false, serial: None }
     }
 
     /// Names of the entries after the API server applied the plan to `vm`.
@@ -277,7 +295,7 @@ mod tests {
     fn only_the_change_with_a_conflicting_name_is_refused() {
         let vm = vm_with(&["a"]);
         let (name, claim) = ("a".to_owned(), "a".to_owned());
-        let taken = EntryChange::Add { name, claim, read_only: true, multi_writer: false };
+        let taken = EntryChange::Add { name, claim, read_only: true, multi_writer: false, serial: None };
         let plan = plan_patch(VmApi::VmOperator, "vm", &vm, &[taken, add_change("b")]);
         assert!(matches!(plan.refused[0], Some(Refusal::NameTaken { .. })));
         assert!(plan.refused[1].is_none());
@@ -318,7 +336,7 @@ mod tests {
     fn multi_writer_sharing_is_requested_only_if_needed() {
         let put_in = |multi_writer| {
             let (name, claim) = ("a".to_owned(), "a".to_owned());
-            let change = EntryChange::Add { name, claim, read_only: false, multi_writer };
+            let change = EntryChange::Add { name, claim, read_only: false, multi_writer, serial: None };
             let mut document = serde_json::to_value(vm_with(&[])).unwrap();
             json_patch::patch(
                 &mut document,

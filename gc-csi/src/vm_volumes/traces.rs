@@ -72,7 +72,7 @@ mod tests {
 
     fn add_change(name: &str) -> EntryChange {
         let (name, claim) = (name.to_owned(), name.to_owned());
-        EntryChange::Add { name, claim, read_only: false, multi_writer: false }
+        EntryChange::Add { name, claim, read_only: false, multi_writer: false, serial: None }
     }
 
     fn annotated(mut vm: Vm, annotations: Value) -> Vm {

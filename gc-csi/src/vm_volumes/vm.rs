@@ -14,6 +14,9 @@ pub struct VmSpec {
     /// Volumes to attach, in the order of the VM's object.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "null_is_empty")]
     pub volumes: Vec<VirtualMachineVolume>,
+    /// Names of the disks in the VM's object, in its order, where the API lists them apart from the volumes.
+    #[serde(skip)]
+    pub disks: Vec<String>,
 }
 
 fn null_is_empty<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<VirtualMachineVolume>, D::Error> {

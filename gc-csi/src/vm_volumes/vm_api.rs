@@ -1,10 +1,10 @@
 //! How the entries of a VM are written, by VM API.
 
-use crds::VirtualMachineVolume;
 use json_patch::{PatchOperation, RemoveOperation};
-use serde_json::json;
+use serde::Serialize;
+use serde_json::{Value, json};
 
-use super::plan::{add, pointer, test};
+use super::plan::{NewEntry, add, pointer, test};
 use super::vm::Vm;
 
 /// The API through which VMs get their disks.
@@ -12,29 +12,69 @@ use super::vm::Vm;
 pub enum VmApi {
     /// `VirtualMachine` of `vmoperator.vmware.com`.
     VmOperator,
+    /// `VirtualMachine` of `kubevirt.io`.
+    KubeVirt,
 }
 
+/// Lists of a KubeVirt VM: its volumes and its disks.
+const KUBEVIRT: [&str; 2] = ["/spec/template/spec/volumes", "/spec/template/spec/domain/devices/disks"];
+
 impl VmApi {
+    /// Whether claims record their [holder](super::holder), because nothing below attaches a disk to one VM only.
+    pub fn has_holders(self) -> bool {
+        self == Self::KubeVirt
+    }
+
     /// Operations that remove the entries at these indices, in descending order, so that no removal shifts the index of the next
     /// one. Each tests that the index has the planned entry.
     pub(super) fn removals(self, vm: &Vm, removed: &[usize]) -> Vec<PatchOperation> {
+        let names = removed.iter().map(|at| (*at, vm.spec.volumes[*at].name.as_str()));
         match self {
-            Self::VmOperator => removed
-                .iter()
-                .flat_map(|at| remove("/spec/volumes", *at, &vm.spec.volumes[*at].name))
-                .collect(),
+            Self::VmOperator => names.flat_map(|(at, name)| remove("/spec/volumes", at, name)).collect(),
+            Self::KubeVirt => {
+                let [volumes, disks] = KUBEVIRT;
+                let names: Vec<(usize, &str)> = names.collect();
+                let all = vm.spec.disks.iter().map(String::as_str).enumerate().rev();
+                let own = all.filter(|(_, disk)| names.iter().any(|(_, name)| name == disk));
+                let own = own.flat_map(|(at, name)| remove(disks, at, name));
+                names.iter().flat_map(|(at, name)| remove(volumes, *at, name)).chain(own).collect()
+            }
         }
     }
 
     /// Operations that append entries.
-    pub(super) fn additions(self, vm: &Vm, added: &[VirtualMachineVolume]) -> Vec<PatchOperation> {
+    pub(super) fn additions(self, vm: &Vm, added: &[NewEntry]) -> Vec<PatchOperation> {
         match self {
-            // The list may be missing.
-            Self::VmOperator if vm.spec.volumes.is_empty() && !added.is_empty() => {
-                vec![add("/spec/volumes", added)]
+            Self::VmOperator => {
+                let entries = added.iter().map(|new| &new.entry).collect();
+                append("/spec/volumes", vm.spec.volumes.is_empty(), entries)
             }
-            Self::VmOperator => added.iter().map(|entry| add("/spec/volumes/-", entry)).collect(),
+            Self::KubeVirt => {
+                let [volumes, disks] = KUBEVIRT;
+                let mut operations =
+                    append(volumes, vm.spec.volumes.is_empty(), added.iter().map(volume).collect());
+                operations.extend(append(disks, vm.spec.disks.is_empty(), added.iter().map(disk).collect()));
+                operations
+            }
         }
+    }
+}
+
+fn volume(new: &NewEntry) -> Value {
+    let claim = new.entry.persistent_volume_claim.as_ref().map(|source| &source.claim_name);
+    json!({"name": new.entry.name, "persistentVolumeClaim": {"claimName": claim, "hotpluggable": true}})
+}
+
+fn disk(new: &NewEntry) -> Value {
+    json!({"name": new.entry.name, "serial": new.serial, "disk": {"bus": "scsi"}})
+}
+
+/// Appends to a list, which may be missing if it is empty.
+fn append(list: &str, is_empty: bool, added: Vec<impl Serialize>) -> Vec<PatchOperation> {
+    match added.as_slice() {
+        [] => Vec::new(),
+        all if is_empty => vec![add(list, all)],
+        all => all.iter().map(|one| add(&format!("{list}/-"), one)).collect(),
     }
 }
 

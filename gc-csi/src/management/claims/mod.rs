@@ -179,6 +179,16 @@ impl Claims {
         Ok(self.api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?)
     }
 
+    /// Sends a JSON Patch.
+    pub(super) async fn json_patch(
+        &self,
+        name: &ClaimName,
+        operations: Vec<json_patch::PatchOperation>,
+    ) -> Result<PersistentVolumeClaim, ApiError> {
+        let patch = Patch::Json::<()>(json_patch::Patch(operations));
+        Ok(self.api.patch(name, &PatchParams::default(), &patch).await?)
+    }
+
     /// Deletes the claim if it meets the preconditions. Succeeds if no claim of this name exists.
     pub(super) async fn delete(
         &self,

@@ -11,9 +11,11 @@ use super::commit::{CommitError, Operation};
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::claims::{bound_to, is_bound};
 use crate::management::consumers::{Consumer, ConsumerError};
+use crate::management::holders::TakeError;
 use crate::management::recent_outcomes::disk_key;
-use crate::vm_operator::READ_ONLY_UNSUPPORTED;
-use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, Vm, revision};
+use crate::vm_volumes::{
+    self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, Vm, kubevirt, revision,
+};
 
 /// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
@@ -61,8 +63,8 @@ pub(crate) enum AttachError {
     #[error(transparent)]
     Consumer(#[from] ConsumerError),
     /// The VM Operator does not support read-only disks.
-    #[error("volume {0} can't be attached read-only: {READ_ONLY_UNSUPPORTED}")]
-    ReadOnly(ClaimName),
+    #[error("volume {0} can't be attached read-only: {1}")]
+    ReadOnly(ClaimName, &'static str),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
     NotBound(ClaimName),
@@ -138,8 +140,8 @@ impl VolumeEntries {
     /// Attaches the disk and returns its identity.
     pub(crate) async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let Attach { claim, vm_name, read_only, exclusive, requirements, volumes } = request;
-        if *read_only && !self.vm_operator.supports_read_only() {
-            return Err(AttachError::ReadOnly(claim.clone()));
+        if let Some(why) = self.vm_operator.refuses_read_only().filter(|_| *read_only) {
+            return Err(AttachError::ReadOnly(claim.clone(), why));
         }
         let _suppressed = self.detached.suppress(disk_key(claim, vm_name));
         let operation = self.committer.begin(vm_name);
@@ -174,7 +176,7 @@ impl VolumeEntries {
             }
             AttachStep::Confirm if self.recently_attached(claim, vm_name, &vm) => revision(&vm),
             AttachStep::Confirm | AttachStep::Add | AttachStep::Elsewhere => {
-                self.add(request, &operation, &entry, deadline).await?
+                self.add(request, &operation, &entry, &volume, deadline).await?
             }
         };
         let disk = self.wait_attached(request, &entry, &since, deadline).await?;
@@ -192,6 +194,7 @@ impl VolumeEntries {
         request: &Attach,
         operation: &Operation,
         entry: &str,
+        volume: &str,
         deadline: Instant,
     ) -> Result<Revision, AttachError> {
         let left = self
@@ -210,10 +213,16 @@ impl VolumeEntries {
             claim: request.claim.clone().into(),
             read_only: request.read_only,
             multi_writer: self.needs_multi_writer(&request.claim),
+            serial: self.holders.is_some().then(|| kubevirt::serial(volume)),
         };
         self.committer.commit(operation, change).await.map_err(|error| match error {
             // The informer lagged.
             CommitError::Refused(Refusal::Detaching { .. }) => detaching(),
+            CommitError::Take(TakeError::Held { claim, holder }) => {
+                let vm_name = VmName::new(holder.vm);
+                let detail = self.vms.last_error(&vm_name, entry);
+                AttachError::InUse { claim, holder: self.vms.describe(&vm_name), vm_name, detail }
+            }
             error => error.into(),
         })
     }
@@ -235,12 +244,13 @@ impl VolumeEntries {
             known.as_ref().map_or(deadline, |_| deadline.min(Instant::now() + KNOWN_ERROR_GRACE));
         let outcome = self
             .vms
-            .wait_for(vm_name, retry_deadline, |vm| {
+            .wait_for_result(vm_name, since, retry_deadline, |vm| {
                 let Some(vm) = vm else { return Some(Err(AttachError::VmNotFound(vm_name.clone()))) };
                 Some(vm_volumes::attach_result(vm, since, entry, known.as_ref())?.map_err(failed))
             })
             .await;
-        outcome.unwrap_or_else(|| match known {
+        let unread = |source| CommitError::Api { vm_name: vm_name.clone(), source };
+        outcome.map_err(unread)?.unwrap_or_else(|| match known {
             Some(error) => Err(failed(error)),
             None => {
                 let detail = self.vms.last_error(vm_name, entry);

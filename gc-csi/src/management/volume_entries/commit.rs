@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crds::names::VmName;
+use crds::names::{ClaimName, VmName};
 use futures::future::{BoxFuture, join_all};
 use kube::api::Patch;
 use kube_kit::resource_version::is_newer;
@@ -26,7 +26,9 @@ use tokio::sync::oneshot;
 
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
+use crate::management::holders::{Holders, TakeError};
 use crate::management::virtual_machines::VirtualMachines;
+use crate::vm_volumes::holder::Holder;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, Vm, add_traces, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
@@ -47,6 +49,9 @@ pub enum CommitError {
     /// The entry must not be removed, or the check failed.
     #[error(transparent)]
     Kept(#[from] KeepReason),
+    /// The claim of an entry was not taken for the VM.
+    #[error(transparent)]
+    Take(#[from] TakeError),
     /// The API request failed.
     #[error("failed to change spec.volumes of VirtualMachine {vm_name}: {source}")]
     Api {
@@ -88,6 +93,8 @@ pub(super) type Operation = BatchedOperation<Request>;
 #[derive(Clone)]
 pub(super) struct Committer {
     vms: VirtualMachines,
+    /// Set if claims have holders.
+    holders: Option<Holders>,
     batcher: Batcher<Request>,
     /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
     own_writes: Arc<Mutex<HashMap<VmName, Arc<Vm>>>>,
@@ -100,8 +107,8 @@ impl std::fmt::Debug for Committer {
 }
 
 impl Committer {
-    pub(super) fn new(vms: VirtualMachines) -> Self {
-        Self { vms, batcher: Batcher::default(), own_writes: Arc::default() }
+    pub(super) fn new(vms: VirtualMachines, holders: Option<Holders>) -> Self {
+        Self { vms, holders, batcher: Batcher::default(), own_writes: Arc::default() }
     }
 
     /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
@@ -198,6 +205,7 @@ impl Committer {
             // A cancelled caller may have retried elsewhere, so its change may be outdated.
             batch.retain(|request| !request.done.is_closed());
             reject_kept_entries(&vm, batch).await;
+            self.take_claims(vm_name, &vm, batch).await;
             let changes: Vec<EntryChange> = batch.iter().map(|request| request.change.clone()).collect();
             let mut plan = plan_patch(self.vms.vm_api(), vm_name, &vm, &changes);
             add_traces(&vm, &mut plan.operations, &contexts_of(batch));
@@ -232,6 +240,20 @@ impl Committer {
                 Err(error) => return Err(fail(error)),
             }
         }
+    }
+
+    /// Takes the claims of entries to add for the VM, which was read before, and answers the requests whose claim another VM holds.
+    async fn take_claims(&self, vm_name: &VmName, vm: &Vm, batch: &mut Vec<Request>) {
+        let Some(holders) = &self.holders else { return };
+        let holder = Holder { vm: vm_name.to_string(), uid: vm.metadata.uid.clone().unwrap_or_default() };
+        let taking = batch.iter().map(|request| async {
+            match &request.change {
+                EntryChange::Add { claim, .. } => holders.take(&ClaimName::new(claim), &holder).await,
+                EntryChange::Remove { .. } => Ok(()),
+            }
+        });
+        let outcomes = join_all(taking).await;
+        retain_allowed(batch, outcomes);
     }
 
     /// The newest known version of a VM: a PATCH computed from an older one would be refused.
@@ -281,11 +303,16 @@ async fn reject_kept_entries(vm: &Vm, batch: &mut Vec<Request>) {
         }
     });
     let answers = join_all(checking).await;
+    retain_allowed(batch, answers);
+}
+
+/// Keeps the requests with a positive outcome, and answers the others.
+fn retain_allowed<E: Into<CommitError>>(batch: &mut Vec<Request>, outcomes: Vec<Result<(), E>>) {
     let all = std::mem::take(batch);
-    for (request, answered) in all.into_iter().zip(answers) {
-        match answered {
+    for (request, outcome) in all.into_iter().zip(outcomes) {
+        match outcome {
             Ok(()) => batch.push(request),
-            Err(reason) => answer(vec![request], vec![Err(reason.into())]),
+            Err(why) => answer(vec![request], vec![Err(why.into())]),
         }
     }
 }
@@ -379,7 +406,7 @@ mod tests {
         });
         let resource = crds::virtual_machine_resource("v1alpha5");
         let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
-        (server, Committer::new(VirtualMachines::fixed("n", api, cached)))
+        (server, Committer::new(VirtualMachines::fixed("n", api, cached), None))
     }
 
     /// Runs thirty operations, started `apart`; each lasts for a while after its change.
@@ -436,6 +463,7 @@ mod tests {
                 name,
                 read_only: false,
                 multi_writer: false,
+                serial: None,
             };
             run_thirty(&committer, apart, add).await;
             assert_eq!(server.entries(), 30);

@@ -9,7 +9,9 @@ use tokio::time::Instant;
 
 use super::VolumeEntries;
 use super::commit::{CommitError, KeepReason, MayRemove};
+use crate::management::error::ApiError;
 use crate::management::recent_outcomes::disk_key;
+use crate::vm_volumes::holder::Holder;
 use crate::vm_volumes::{self, PendingDetach, Vm};
 
 /// Advice in errors of a detach.
@@ -76,6 +78,26 @@ pub(crate) enum DetachError {
         /// The last error, or empty.
         detail: String,
     },
+    /// The VM is gone, but nothing proves that it is off.
+    #[error(
+        "VirtualMachine {vm_name} is gone, but its instance or a pod virt-launcher of it is left, so it may still run with volume          {claim}: the detach completes when both are gone; if their host is lost, fence it, and then delete them"
+    )]
+    NotOff {
+        /// Name of the management claim.
+        claim: ClaimName,
+        /// Name of the VM.
+        vm_name: VmName,
+    },
+    /// Another attach took the claim meanwhile.
+    #[error(
+        "volume {claim} was attached again during its detach from VirtualMachine {vm_name}: detach it again if it must leave"
+    )]
+    TakenAgain {
+        /// Name of the management claim.
+        claim: ClaimName,
+        /// Name of the VM.
+        vm_name: VmName,
+    },
     /// The change of the VM was not committed.
     #[error(transparent)]
     Commit(CommitError),
@@ -93,7 +115,14 @@ impl VolumeEntries {
     ) -> Result<(), DetachError> {
         let _suppressed = self.attached.suppress(disk_key(claim, vm_name));
         let entry = claim.entry();
-        let Some(vm) = self.find_involved(claim, vm_name, &entry).await? else { return Ok(()) };
+        // Before the VM is changed: what is given back later is what was held then.
+        let held = self.held(claim, vm_name).await?;
+        let vm = match (self.find_involved(claim, vm_name, &entry).await?, &held) {
+            (None, None) => return Ok(()),
+            (None, Some(_)) => self.read(vm_name).await.map_err(DetachError::Commit)?.map(Arc::new),
+            (vm, _) => vm,
+        };
+        let Some(vm) = vm else { return self.give_back(claim, vm_name, held, None).await };
         if self.is_other_guests_disk(&vm, claim) {
             return Err(DetachError::NotOwned { claim: claim.to_owned(), vm_name: vm_name.to_owned() });
         }
@@ -105,14 +134,14 @@ impl VolumeEntries {
                 let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
                 return Err(DetachError::Kept { claim, vm_name, reason });
             }
-            Err(CommitError::VmNotFound(_)) => return Ok(()),
+            Err(CommitError::VmNotFound(_)) => return self.give_back(claim, vm_name, held, None).await,
             Err(error) => return Err(DetachError::Commit(error)),
         };
         let known = self.vms.get(vm_name).and_then(|vm| vm_volumes::reported_error(&vm, &entry));
         let pending = PendingDetach { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
         let outcome = self
             .vms
-            .wait_for(vm_name, deadline, |vm| {
+            .wait_for_result(vm_name, &since, deadline, |vm| {
                 let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
                 if let Some(entry) = vm.and_then(|vm| vm_volumes::foreign_entry(vm, &since, &claim, &entry)) {
                     return Some(Err(DetachError::ForeignEntry { claim, vm_name, entry: entry.to_owned() }));
@@ -125,14 +154,51 @@ impl VolumeEntries {
                     DetachError::Failed { claim, vm_name, error }
                 }))
             })
-            .await;
-        if let Some(Ok(Some(uid))) = &outcome {
-            self.detached.record(disk_key(claim, vm_name), uid);
-        }
-        outcome.map(|outcome| outcome.map(drop)).unwrap_or_else(|| {
+            .await
+            .map_err(|source| self.api_error(vm_name, source))?;
+        let left = outcome.unwrap_or_else(|| {
             let detail = self.vms.last_error(vm_name, &entry);
             Err(DetachError::Deadline { claim: claim.to_owned(), vm_name: vm_name.to_owned(), detail })
-        })
+        })?;
+        self.give_back(claim, vm_name, held, vm.metadata.uid.as_deref()).await?;
+        if let Some(uid) = left {
+            self.detached.record(disk_key(claim, vm_name), &uid);
+        }
+        Ok(())
+    }
+
+    /// The record of the VM on the claim, if claims have holders.
+    async fn held(
+        &self,
+        claim: &ClaimName,
+        vm_name: &VmName,
+    ) -> Result<Option<(String, Holder)>, DetachError> {
+        let Some(holders) = &self.holders else { return Ok(None) };
+        holders.held_by(claim, vm_name).await.map_err(|source| self.api_error(vm_name, source))
+    }
+
+    /// Gives the claim back. The VM with the UID `detached` is proven to not have the disk; another holder must be proven off.
+    async fn give_back(
+        &self,
+        claim: &ClaimName,
+        vm_name: &VmName,
+        held: Option<(String, Holder)>,
+        detached: Option<&str>,
+    ) -> Result<(), DetachError> {
+        let (Some(holders), Some((record, holder))) = (&self.holders, held) else { return Ok(()) };
+        let failed = |source| self.api_error(vm_name, source);
+        let (claim, vm_name) = (claim.clone(), vm_name.clone());
+        if detached != Some(&holder.uid) && !self.vms.is_proven_off(&holder).await.map_err(failed)? {
+            return Err(DetachError::NotOff { claim, vm_name });
+        }
+        match holders.give_back(&claim, &record).await.map_err(failed)? {
+            true => Ok(()),
+            false => Err(DetachError::TakenAgain { claim, vm_name }),
+        }
+    }
+
+    fn api_error(&self, vm_name: &VmName, source: ApiError) -> DetachError {
+        DetachError::Commit(CommitError::Api { vm_name: vm_name.clone(), source })
     }
 
     /// The VM if it still references the claim's disk: from the cache, or else from the API server.

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::claims::Claims;
 use super::consumers::Consumers;
 use super::error::ApiError;
+use super::holders::Holders;
 use super::identity::{GuestIdentity, Relation};
 use super::recent_outcomes::RecentOutcomes;
 use super::virtual_machines::VirtualMachines;
@@ -36,6 +37,8 @@ pub(crate) struct VolumeEntries {
     consumers: Consumers,
     vm_operator: VmOperator,
     committer: Committer,
+    /// Set if claims have holders.
+    holders: Option<Holders>,
     /// Disks whose attach was observed recently.
     attached: RecentOutcomes,
     /// Disks whose detach was observed recently.
@@ -49,9 +52,11 @@ impl VolumeEntries {
         (claims, consumers): (Claims, Consumers),
         vm_operator: VmOperator,
     ) -> Self {
-        let committer = Committer::new(vms.clone());
+        let has_holders = vms.vm_api().has_holders();
+        let holders = has_holders.then(|| Holders::new(claims.clone(), vms.clone()));
+        let committer = Committer::new(vms.clone(), holders.clone());
         let (attached, detached) = (RecentOutcomes::default(), RecentOutcomes::default());
-        Self { identity, vms, claims, consumers, vm_operator, committer, attached, detached }
+        Self { identity, vms, claims, consumers, vm_operator, committer, holders, attached, detached }
     }
 
     /// The claims of a VM's entries that gc-csi created for this guest. Entries of unknown claims and of other guests'

@@ -1,0 +1,133 @@
+//! Holders of claims: the VM that may have the disk of a single-writer volume, as an annotation of the claim. Only where the VM API
+//! does not ensure a single writer. The rules are in [`crate::vm_volumes::holder`].
+
+use crds::names::{ANNOTATION_ATTACHED_TO, ClaimName};
+use json_patch::{PatchOperation, RemoveOperation, TestOperation, jsonptr::PointerBuf};
+use kube_kit::partial::PersistentVolumeClaim;
+use serde_json::json;
+
+use super::claims::Claims;
+use super::error::ApiError;
+use super::virtual_machines::VirtualMachines;
+use crate::vm_volumes::holder::{self, Holder, Take, Taken};
+
+/// Repetitions of a take after conflicts with other changes of the claim.
+const MAX_CONFLICTS: u32 = 6;
+
+/// Why a claim was not taken.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum TakeError {
+    /// Another VM holds it.
+    #[error("volume {claim} may be attached to VirtualMachine {}: detach it there first", .holder.vm)]
+    Held {
+        /// Name of the claim.
+        claim: ClaimName,
+        /// The other VM.
+        holder: Holder,
+    },
+    /// The record can't be read.
+    #[error(
+        "the annotation {ANNOTATION_ATTACHED_TO} of management PersistentVolumeClaim {0} is not one that gc-csi wrote, so it is \
+         unknown which VM has the disk: when no VM has it, remove the annotation"
+    )]
+    Unreadable(ClaimName),
+    /// The API request failed.
+    #[error("failed to record on management PersistentVolumeClaim {claim} which VM has its disk: {source}")]
+    Api {
+        /// Name of the claim.
+        claim: ClaimName,
+        /// Error of the API request.
+        source: ApiError,
+    },
+}
+
+/// Takes claims and gives them back.
+#[derive(Debug, Clone)]
+pub(super) struct Holders {
+    claims: Claims,
+    vms: VirtualMachines,
+}
+
+impl Holders {
+    pub(super) fn new(claims: Claims, vms: VirtualMachines) -> Self {
+        Self { claims, vms }
+    }
+
+    /// Takes a claim for a VM. The claim must be taken after the VM was read to which the PATCH applies that adds the entry.
+    pub(super) async fn take(&self, name: &ClaimName, vm: &Holder) -> Result<(), TakeError> {
+        let api = |source| TakeError::Api { claim: name.clone(), source };
+        let mut cached = self.claims.get(name);
+        for _ in 0..=MAX_CONFLICTS {
+            let is_cached = cached.is_some();
+            let live = if is_cached { None } else { self.claims.read(name).await.map_err(api)? };
+            let Some(claim) = cached.take().as_deref().or(live.as_ref()).cloned() else {
+                return Err(api(ApiError::NotFound(format!("PersistentVolumeClaim {name}"))));
+            };
+            match holder::decide_take(holder::recorded(&claim.metadata), vm) {
+                Take::Allowed => {}
+                // The cache may be older than the detach that gave the claim back.
+                _ if is_cached => continue,
+                Take::Unreadable => return Err(TakeError::Unreadable(name.clone())),
+                Take::IfOff(other) if self.vms.is_proven_off(&other).await.map_err(api)? => {
+                    tracing::info!(
+                        claim = name.as_str(),
+                        vm = other.vm,
+                        "the VM that held the volume is proven off"
+                    );
+                }
+                Take::IfOff(holder) => return Err(TakeError::Held { claim: name.clone(), holder }),
+            }
+            match self.write(name, &claim, vm).await {
+                Err(ApiError::Conflict(_)) => {}
+                written => return written.map(drop).map_err(api),
+            }
+        }
+        Err(api(ApiError::Conflict("every attempt conflicted with another change of the claim".to_owned())))
+    }
+
+    /// Replaces the record, if the claim has not changed since it was read.
+    async fn write(
+        &self,
+        name: &ClaimName,
+        read: &PersistentVolumeClaim,
+        vm: &Holder,
+    ) -> Result<PersistentVolumeClaim, ApiError> {
+        let taken = Taken { holder: vm.clone(), take: format!("{:016x}", fastrand::u64(..)) };
+        let metadata = json!({
+            "uid": read.metadata.uid, "resourceVersion": read.metadata.resource_version,
+            "annotations": {ANNOTATION_ATTACHED_TO: taken.to_text()},
+        });
+        self.claims.patch(name, json!({"metadata": metadata})).await
+    }
+
+    /// The record of a VM on a claim, to give back later. Read from the API server if the cache shows none.
+    pub(super) async fn held_by(
+        &self,
+        name: &ClaimName,
+        vm_name: &str,
+    ) -> Result<Option<(String, Holder)>, ApiError> {
+        let of = |claim: &PersistentVolumeClaim| {
+            let (text, holder) = holder::held_by(holder::recorded(&claim.metadata), vm_name)?;
+            Some((text.to_owned(), holder))
+        };
+        match self.claims.get(name).and_then(|claim| of(&claim)) {
+            Some(found) => Ok(Some(found)),
+            None => Ok(self.claims.read(name).await?.and_then(|claim| of(&claim))),
+        }
+    }
+
+    /// Removes a record that was read before the disk was proven detached. False if it has changed since.
+    pub(super) async fn give_back(&self, name: &ClaimName, record: &str) -> Result<bool, ApiError> {
+        let path = format!("/metadata/annotations/{}", ANNOTATION_ATTACHED_TO.replace('/', "~1"));
+        let path = PointerBuf::parse(path).unwrap_or_default();
+        let patch = [
+            PatchOperation::Test(TestOperation { path: path.clone(), value: json!(record) }),
+            PatchOperation::Remove(RemoveOperation { path }),
+        ];
+        match self.claims.json_patch(name, patch.to_vec()).await {
+            Ok(_) | Err(ApiError::NotFound(_)) => Ok(true),
+            Err(ApiError::Invalid(_) | ApiError::Conflict(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}

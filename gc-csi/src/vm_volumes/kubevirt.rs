@@ -1,0 +1,288 @@
+//! KubeVirt: a VM as the rules see it, from its `VirtualMachine` and its `VirtualMachineInstance` (`kubevirt.io/v1`).
+//!
+//! The entries are in the VirtualMachine, the state of their disks is in the instance. virt-controller copies the entries to the
+//! instance, and shows in `status.desiredGeneration` of the VirtualMachine which generation of them it has handled.
+
+use crds::names::detaching_entry;
+use crds::{
+    PersistentVolumeClaimSource, VirtualMachineStatus, VirtualMachineVolume, VirtualMachineVolumeStatus,
+};
+use kube::core::{ApiResource, GroupVersionKind, Object, TypeMeta};
+use kube_kit::resource_version;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::holder::Holder;
+use super::observe::Revision;
+use super::vm::{Vm, VmSpec};
+
+/// API group.
+pub const GROUP: &str = "kubevirt.io";
+/// API version.
+pub const VERSION: &str = "v1";
+/// Phase of a volume that the guest OS has.
+const READY: &str = "Ready";
+/// Reason of the phase Failed when nobody knows whether the instance runs.
+const NODE_UNRESPONSIVE: &str = "NodeUnresponsive";
+/// Namespace of the serials of disks.
+const SERIALS: Uuid = Uuid::from_u128(0x1bd8_9c1e_6c53_4f0e_9a3b_d2f7_40c6_8e15);
+
+/// `VirtualMachine` of KubeVirt.
+pub type VirtualMachine = Object<Spec, Status>;
+/// `VirtualMachineInstance` of KubeVirt.
+pub type Instance = Object<InstanceSpec, InstanceStatus>;
+
+/// Desired state of a VM.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spec {
+    /// Template of the instance.
+    #[serde(default)]
+    pub template: Template,
+}
+
+/// Template of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Template {
+    /// Spec of the instance.
+    #[serde(default)]
+    pub spec: InstanceSpec,
+}
+
+/// Observed state of a VM.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Status {
+    /// Generation of the spec that virt-controller has handled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub desired_generation: Option<i64>,
+}
+
+/// Desired state of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct InstanceSpec {
+    /// Volumes.
+    #[serde(default)]
+    pub volumes: Vec<Volume>,
+    /// Devices.
+    #[serde(default)]
+    pub domain: Domain,
+}
+
+/// A volume.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Volume {
+    /// Name.
+    pub name: String,
+    /// The claim, if the volume is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
+}
+
+/// Hardware of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Domain {
+    /// Devices.
+    #[serde(default)]
+    pub devices: Devices,
+    /// Firmware.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<Firmware>,
+}
+
+/// Firmware of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Firmware {
+    /// DMI product UUID.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+}
+
+/// Devices of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Devices {
+    /// Disks.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
+}
+
+/// A disk of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Disk {
+    /// Name of its volume.
+    pub name: String,
+    /// Serial that the guest OS sees.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+}
+
+/// Observed state of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct InstanceStatus {
+    /// Phase of the instance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<String>,
+    /// Reason of the phase.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Its volumes, including those that are being detached.
+    #[serde(default)]
+    pub volume_status: Vec<VolumeStatus>,
+}
+
+/// Observed state of a volume.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct VolumeStatus {
+    /// Name of the volume.
+    pub name: String,
+    /// Phase of a volume that was hot-plugged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<String>,
+}
+
+/// API resource of VirtualMachines.
+pub fn virtual_machines() -> ApiResource {
+    resource("VirtualMachine", "virtualmachines")
+}
+
+/// API resource of VirtualMachineInstances.
+pub fn instances() -> ApiResource {
+    resource("VirtualMachineInstance", "virtualmachineinstances")
+}
+
+fn resource(kind: &str, plural: &str) -> ApiResource {
+    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(GROUP, VERSION, kind), plural)
+}
+
+/// Serial of a volume's disk: derived from the name of the volume's PersistentVolume, so it is the same at every attach and in
+/// every VM.
+pub fn serial(volume: &str) -> String {
+    Uuid::new_v5(&SERIALS, volume.as_bytes()).to_string()
+}
+
+/// The VM as the rules see it.
+pub fn view(vm: &VirtualMachine, instance: Option<&Instance>) -> Vm {
+    let template = &vm.spec.template.spec;
+    let status = instance.map(|instance| VirtualMachineStatus {
+        bios_uuid: instance.spec.domain.firmware.as_ref().and_then(|firmware| firmware.uuid.clone()),
+        power_state: is_running(instance).then(|| "PoweredOn".to_owned()),
+        volumes: disks(template, instance),
+        ..Default::default()
+    });
+    let spec = VmSpec {
+        volumes: template.volumes.iter().map(entry).collect(),
+        disks: template.domain.devices.disks.iter().map(|disk| disk.name.clone()).collect(),
+    };
+    let types =
+        Some(TypeMeta { api_version: format!("{GROUP}/{VERSION}"), kind: "VirtualMachine".to_owned() });
+    Vm { types, metadata: vm.metadata.clone(), spec, status }
+}
+
+fn is_running(instance: &Instance) -> bool {
+    instance.status.as_ref().is_some_and(|status| status.phase.as_deref() == Some("Running"))
+}
+
+fn entry(volume: &Volume) -> VirtualMachineVolume {
+    let persistent_volume_claim = volume.persistent_volume_claim.clone();
+    VirtualMachineVolume { name: volume.name.clone(), persistent_volume_claim, ..Default::default() }
+}
+
+/// The disks of an instance. One whose entry is gone has it until neither its spec nor its status shows it; an instance that has ended
+/// has none.
+fn disks(template: &InstanceSpec, instance: &Instance) -> Vec<VirtualMachineVolumeStatus> {
+    if has_ended(instance) {
+        return Vec::new();
+    }
+    let statuses = instance.status.iter().flat_map(|status| &status.volume_status);
+    let mut names: Vec<&str> = statuses.map(|status| status.name.as_str()).collect();
+    names.extend(instance.spec.volumes.iter().map(|volume| volume.name.as_str()));
+    names.sort_unstable();
+    names.dedup();
+    names.into_iter().map(|name| disk(template, instance, name)).collect()
+}
+
+fn disk(template: &InstanceSpec, instance: &Instance, name: &str) -> VirtualMachineVolumeStatus {
+    let is_in = |spec: &InstanceSpec| spec.volumes.iter().any(|volume| volume.name == name);
+    let statuses = instance.status.iter().flat_map(|status| &status.volume_status);
+    let is_ready =
+        statuses.into_iter().any(|status| status.name == name && status.phase.as_deref() == Some(READY));
+    let disks = &instance.spec.domain.devices.disks;
+    let leaves = !is_in(template);
+    VirtualMachineVolumeStatus {
+        name: if leaves { detaching_entry(name) } else { name.to_owned() },
+        // A disk that leaves counts as attached until it is gone. One that left the instance's spec and was requested again does not
+        // count as attached yet: it is still on its way out.
+        attached: leaves || is_ready && is_in(&instance.spec),
+        disk_uuid: disks.iter().find(|disk| disk.name == name).and_then(|disk| disk.serial.clone()),
+        ..Default::default()
+    }
+}
+
+/// Whether an instance is in a final phase, so that its VM does not run. On a node that does not answer, nobody knows.
+fn has_ended(instance: &Instance) -> bool {
+    let Some(status) = &instance.status else { return false };
+    match status.phase.as_deref() {
+        Some("Succeeded") => true,
+        Some("Failed") => status.reason.as_deref() != Some(NODE_UNRESPONSIVE),
+        _ => false,
+    }
+}
+
+/// What a VM and its instance prove about a change of the entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// virt-controller has not handled the change yet, or the VM is gone and its instance is not.
+    Open,
+    /// virt-controller has handled the change: what the instance shows from now on is its result.
+    Handled,
+    /// The instance has ended.
+    Ended,
+    /// There is no instance. Whether the VM is off depends on the pods.
+    NoInstance,
+}
+
+/// What a VM and its instance prove about a change.
+pub fn standing(vm: Option<&VirtualMachine>, instance: Option<&Instance>, since: &Revision) -> Standing {
+    let Some(instance) = instance else { return Standing::NoInstance };
+    if has_ended(instance) {
+        return Standing::Ended;
+    }
+    let handled = vm.filter(|vm| vm.metadata.uid.as_deref() == Some(since.uid.as_str()));
+    let handled = handled.and_then(|vm| vm.status.as_ref()?.desired_generation);
+    if handled.is_some_and(|handled| handled >= since.generation) {
+        Standing::Handled
+    } else {
+        Standing::Open
+    }
+}
+
+/// Whether a cached instance was written after this version of its VM. Custom resources of one API server have one sequence of
+/// resource versions.
+pub fn is_after(instance: &Instance, version: u64) -> bool {
+    resource_version::of(instance).is_some_and(|written| written > version)
+}
+
+/// A pod in which an instance runs, or may run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launcher {
+    /// Name of the VM.
+    pub vm_name: String,
+    /// UID of the instance.
+    pub instance_uid: String,
+}
+
+/// Whether the VM that has a volume is proven off: its instance has ended, or there is neither its instance nor a pod of it. An
+/// instance of a new VM of the same name is another one.
+pub fn is_proven_off(holder: &Holder, instance: Option<&Instance>, launchers: &[Launcher]) -> bool {
+    let owner = |instance: &Instance| {
+        let owners = instance.metadata.owner_references.iter().flatten();
+        owners.into_iter().find(|owner| owner.kind == "VirtualMachine").map(|owner| owner.uid.clone())
+    };
+    let own = instance.filter(|instance| owner(instance).is_none_or(|uid| uid == holder.uid));
+    if let Some(own) = own {
+        return has_ended(own);
+    }
+    let successor = instance.and_then(|instance| instance.metadata.uid.as_deref());
+    launchers.iter().all(|pod| pod.vm_name != holder.vm || successor == Some(pod.instance_uid.as_str()))
+}

@@ -14,6 +14,7 @@
 //! | every state converges | without further faults, every state reaches the requested one, and nothing else is left |
 
 pub mod convergence;
+pub mod kubevirt;
 pub mod objects;
 pub mod state;
 pub mod steps;

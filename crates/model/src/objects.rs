@@ -73,12 +73,13 @@ pub fn no_status() -> Ref {
 
 macro_rules! memoized {
     ($key:ty => $answer:ty, $input:expr, $rule:expr) => {{
-        thread_local!(static MEMO: RefCell<HashMap<$key, $answer>> = RefCell::default());
-        memoize(&MEMO, $input, $rule)
+        thread_local!(static MEMO: std::cell::RefCell<std::collections::HashMap<$key, $answer>> = std::cell::RefCell::default());
+        $crate::objects::memoize(&MEMO, $input, $rule)
     }};
 }
+pub(crate) use memoized;
 
-fn memoize<K: Hash + Eq + Copy, V: Copy>(
+pub(crate) fn memoize<K: Hash + Eq + Copy, V: Copy>(
     memory: &'static std::thread::LocalKey<RefCell<HashMap<K, V>>>,
     input: K,
     rule: impl FnOnce(K) -> V,

@@ -139,6 +139,12 @@ pub struct VolumeStatus {
     /// Phase of a volume that was hot-plugged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<String>,
+    /// Reason of the phase.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Message about the phase.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
 }
 
 /// API resource of VirtualMachines.
@@ -204,9 +210,9 @@ fn disks(template: &InstanceSpec, instance: &Instance) -> Vec<VirtualMachineVolu
 
 fn disk(template: &InstanceSpec, instance: &Instance, name: &str) -> VirtualMachineVolumeStatus {
     let is_in = |spec: &InstanceSpec| spec.volumes.iter().any(|volume| volume.name == name);
-    let statuses = instance.status.iter().flat_map(|status| &status.volume_status);
-    let is_ready =
-        statuses.into_iter().any(|status| status.name == name && status.phase.as_deref() == Some(READY));
+    let mut statuses = instance.status.iter().flat_map(|status| &status.volume_status);
+    let status = statuses.find(|status| status.name == name);
+    let is_ready = status.is_some_and(|status| status.phase.as_deref() == Some(READY));
     let disks = &instance.spec.domain.devices.disks;
     let leaves = !is_in(template);
     VirtualMachineVolumeStatus {
@@ -215,8 +221,15 @@ fn disk(template: &InstanceSpec, instance: &Instance, name: &str) -> VirtualMach
         // count as attached yet: it is still on its way out.
         attached: leaves || is_ready && is_in(&instance.spec),
         disk_uuid: disks.iter().find(|disk| disk.name == name).and_then(|disk| disk.serial.clone()),
+        error: status.and_then(failure),
         ..Default::default()
     }
+}
+
+/// Why KubeVirt can't attach a volume, such as `FailedPvcNotFound: PVC data not found`. It retries.
+fn failure(status: &VolumeStatus) -> Option<String> {
+    let reason = status.reason.as_deref().filter(|reason| reason.starts_with("Failed"))?;
+    Some(format!("{reason}: {}", status.message.as_deref().unwrap_or("no message")))
 }
 
 /// Whether an instance is in a final phase, so that its VM does not run. On a node that does not answer, nobody knows.
@@ -286,3 +299,7 @@ pub fn is_proven_off(holder: &Holder, instance: Option<&Instance>, launchers: &[
     let successor = instance.and_then(|instance| instance.metadata.uid.as_deref());
     launchers.iter().all(|pod| pod.vm_name != holder.vm || successor == Some(pod.instance_uid.as_str()))
 }
+
+#[cfg(test)]
+#[path = "kubevirt_tests.rs"]
+mod tests;

@@ -6,6 +6,12 @@ const ACCOUNT: &str = include_str!("../../../charts/nestor-management/files/gues
 /// Admission policies and their bindings.
 const ADMISSION: &str = include_str!("../../../charts/nestor-management/files/admission.yaml");
 
+/// Rights on VMs of KubeVirt.
+const KUBEVIRT: &str = include_str!("../../../charts/nestor-management/files/kubevirt.yaml");
+/// Admission policy of VMs of KubeVirt, and its binding.
+const KUBEVIRT_ADMISSION: &str =
+    include_str!("../../../charts/nestor-management/files/kubevirt-admission.yaml");
+
 /// Subject of the admission policy that contains the classes.
 pub const CLAIMS: &str = "claims";
 /// Subjects of the admission policies.
@@ -44,6 +50,11 @@ impl Guest {
     /// YAML documents: admission policies and their bindings.
     pub fn admission_policies(&self) -> String {
         self.fill(ADMISSION)
+    }
+
+    /// YAML documents for VMs of KubeVirt: role, admission policy and their bindings.
+    pub fn kubevirt_objects(&self) -> String {
+        format!("{}---\n{}", self.fill(KUBEVIRT), self.fill(KUBEVIRT_ADMISSION))
     }
 
     fn fill(&self, file: &str) -> String {

@@ -6,10 +6,11 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 /// Files with roles, which the charts and the lab apply.
-const FILES: [&str; 8] = [
+const FILES: [&str; 9] = [
     include_str!("../../../charts/nestor-management/files/management.yaml"),
     include_str!("../../../charts/nestor-management/files/cluster-api.yaml"),
     include_str!("../../../charts/nestor-management/files/guest.yaml"),
+    include_str!("../../../charts/nestor-management/files/kubevirt.yaml"),
     include_str!("../../../charts/nestor-guest/files/guest.yaml"),
     include_str!("../../../charts/nestor-guest/files/capacity-owner.yaml"),
     include_str!("../../../charts/nestor-guest/files/management-credential.yaml"),

@@ -141,6 +141,9 @@ const WATCH: &[&str] = &["list", "watch"];
 /// Why the rights for Machines are not removed here.
 const CLUSTER_API: &str = "this lab has no Cluster API: the module capi uses them";
 
+/// Why the rights on VMs of KubeVirt are not removed here.
+const KUBEVIRT: &str = "this lab has no KubeVirt: the module kubevirt uses them";
+
 /// One row for each right of Nestor's own programs.
 const ROWS: &[Row] = &[
     (MGMT, "serviceaccounts", &["list"], How::MgmtCsi(MgmtCsi::RenewToken)),
@@ -215,6 +218,11 @@ const ROWS: &[Row] = &[
     (ACCOUNT, "events", &["create", "patch"], How::GcCsi(GcCsi::Orphan)),
     (ACCOUNT, "resourcequotas", WATCH, How::GcCsi(GcCsi::Start)),
     (ACCOUNT, "secrets", &["get"], How::GcCsi(GcCsi::RenewToken)),
+    ("Role ACCOUNT-kubevirt", "virtualmachines", WATCH, How::Not(KUBEVIRT)),
+    ("Role ACCOUNT-kubevirt", "virtualmachines", &["get", "patch"], How::Not(KUBEVIRT)),
+    ("Role ACCOUNT-kubevirt", "virtualmachineinstances", WATCH, How::Not(KUBEVIRT)),
+    ("Role ACCOUNT-kubevirt", "virtualmachineinstances", &["get"], How::Not(KUBEVIRT)),
+    ("Role ACCOUNT-kubevirt", "pods", &["list"], How::Not(KUBEVIRT)),
     ("Role ACCOUNT-cluster", "clusters", WATCH, How::GcCsi(GcCsi::Start)),
     ("Role ACCOUNT-cluster", "clusters", &["get"], How::GcCsi(GcCsi::OwnerReferences)),
     (CLASSES, "storageclasses", WATCH, How::GcCsi(GcCsi::Start)),

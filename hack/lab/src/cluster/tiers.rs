@@ -91,11 +91,18 @@ pub async fn prepare_guest_account(management: &Cluster, guest: &Guest) -> Resul
     token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
+/// Gives a guest's account its rights on VMs of KubeVirt, with the admission policy.
+pub async fn prepare_guest_kubevirt(management: &Cluster, guest: &Guest) -> Result<()> {
+    let client = kubeconfig::client(&management.kubeconfig).await?;
+    apply(&client, "nestor-management/files/kubevirt.yaml", &manifests(guest).kubevirt_objects()).await
+}
+
 /// Deletes a guest's account in the management cluster with its rights and admission policies, but not its namespace.
 pub async fn remove_guest_account(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
     let manifests = manifests(guest);
-    for objects in [manifests.account_objects(), manifests.admission_policies()] {
+    for objects in [manifests.account_objects(), manifests.admission_policies(), manifests.kubevirt_objects()]
+    {
         delete_all(&client, &objects, "Namespace").await?;
     }
     Ok(())

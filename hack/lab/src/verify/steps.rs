@@ -229,7 +229,7 @@ fn without_lab() -> Vec<Step> {
     let clippy = ["clippy", "--workspace", "--all-targets", "--features", CEPH_TESTS, "--", "-D", "warnings"];
     let ceph = ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "rbd"].to_vec();
     let model =
-        Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach"]].concat(), env: vec![MODEL_TRANSITIONS] };
+        Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(), env: vec![MODEL_TRANSITIONS] };
     let fuzz = Work::Cargo { args: [&UNIT_TESTS[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
         step("fmt", Set::Quick, "formatting", Work::Fmt),

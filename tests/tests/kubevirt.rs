@@ -13,7 +13,7 @@ use kube::{Api, ResourceExt};
 use lab::audit::Entry;
 use serde_json::{Value, json};
 use tests::program::{Controller, management_cluster};
-use tests::{GUEST, PATIENCE, Scenario, eventually, run_alone, unique};
+use tests::{PATIENCE, Scenario, eventually, run_alone, unique};
 use tokio::task::JoinHandle;
 use tonic::Code;
 
@@ -53,7 +53,7 @@ impl KubeVirt {
             Ok(served.map(drop).map_err(|error| error.to_string()))
         })
         .await?;
-        let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
+        let guest = s.lab.state().guests.get("g1").context("the lab has no such guest")?;
         lab::cluster::prepare_guest_kubevirt(management_cluster(s)?, guest).await?;
         Ok(this)
     }

@@ -43,9 +43,9 @@ pub(crate) struct VirtualMachines {
 #[derive(Clone, Debug)]
 enum Objects {
     /// The VM is one object, of which the informer is.
-    VmOperator(Api<Vm>),
+    VmOperator(Box<Api<Vm>>),
     /// The VM is computed from several objects.
-    KubeVirt(KubeVirt),
+    KubeVirt(Box<KubeVirt>),
 }
 
 /// The VM API of a management cluster, with its version where several are supported.
@@ -82,13 +82,13 @@ impl VirtualMachines {
                     .on_change(indexed)
                     .on_change(changed)
                     .start(ready.check("watch of VirtualMachines", "not synced yet"), stop.clone());
-                (Objects::VmOperator(api), informer)
+                (Objects::VmOperator(Box::new(api)), informer)
             }
             ServedVmApi::KubeVirt => {
                 let handlers = vec![Box::new(indexed) as ChangeHandler<Vm>, changed];
                 let kubevirt = KubeVirt::start(client, &namespace, ready, stop, handlers, is_read);
                 let informer = kubevirt.views().clone();
-                (Objects::KubeVirt(kubevirt), informer)
+                (Objects::KubeVirt(Box::new(kubevirt)), informer)
             }
         };
         Self { namespace, guest: identity.cluster.to_string(), objects, informer, by_disk }
@@ -100,7 +100,7 @@ impl VirtualMachines {
         Self {
             namespace: namespace.to_owned(),
             guest: "guest".to_owned(),
-            objects: Objects::VmOperator(api),
+            objects: Objects::VmOperator(Box::new(api)),
             informer: Informer::fixed([vm]),
             by_disk: Arc::default(),
         }

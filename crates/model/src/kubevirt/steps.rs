@@ -106,7 +106,7 @@ fn of_kubevirt(at: VmIndex, machine: &Machine, actions: &mut Vec<Action>) {
         (true, false) => actions.push(Plugs(at)),
         (false, true) => actions.push(Unplugs(at)),
         (volume, plugged) if volume == plugged && instance.ready != plugged => {
-            actions.push(InstanceReports(at))
+            actions.push(InstanceReports(at));
         }
         _ => {}
     }

@@ -228,8 +228,10 @@ fn without_lab() -> Vec<Step> {
     let cargo = |args: &[&'static str]| Work::Cargo { args: args.to_vec(), env: Vec::new() };
     let clippy = ["clippy", "--workspace", "--all-targets", "--features", CEPH_TESTS, "--", "-D", "warnings"];
     let ceph = ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "rbd"].to_vec();
-    let model =
-        Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(), env: vec![MODEL_TRANSITIONS] };
+    let model = Work::Cargo {
+        args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(),
+        env: vec![MODEL_TRANSITIONS],
+    };
     let fuzz = Work::Cargo { args: [&UNIT_TESTS[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
         step("fmt", Set::Quick, "formatting", Work::Fmt),

@@ -39,6 +39,7 @@ mod images;
 mod infra_crash;
 mod infra_ha;
 mod kubernetes_versions;
+mod kubevirt;
 mod late_removal;
 mod legacy;
 mod limits;

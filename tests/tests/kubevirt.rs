@@ -1,228 +1,238 @@
-//! gc-csi with VMs of KubeVirt, against a real API server. The test plays virt-controller and the instances.
+//! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
-use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use crds::names::{ANNOTATION_ATTACHED_TO, CONTEXT_DISK_UUID, LABEL_CLUSTER_ID};
-use futures::TryStreamExt;
-use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams, WatchEvent, WatchParams};
-use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
-use kube::{Api, ResourceExt};
-use lab::audit::Entry;
+use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
+use kube::api::{Api, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use kube::{Client, ResourceExt};
+use lab::Lab;
+use lab::process::{command, run as run_helper};
 use serde_json::{Value, json};
-use tests::program::{Controller, management_cluster};
-use tests::{PATIENCE, Scenario, eventually, run_alone, unique};
-use tokio::task::JoinHandle;
-use tonic::Code;
+use tests::{PATIENCE, eventually, unique};
 
-use super::requests::{count_by_kind, requests_since};
+const GUEST: &str = "g1";
+/// What udev in a VM puts before the serial of a disk of QEMU.
+const BY_ID: &str = "/dev/disk/by-id/scsi-0QEMU_QEMU_HARDDISK_";
 
-fn resource(kind: &str, plural: &str) -> ApiResource {
-    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("kubevirt.io", "v1", kind), plural)
+struct Clusters {
+    guest: Client,
+    management: Client,
+    /// The guest's namespace in the management cluster.
+    namespace: String,
 }
 
-/// The part of KubeVirt that the test plays.
-struct KubeVirt {
-    definitions: Api<CustomResourceDefinition>,
-    vms: Api<DynamicObject>,
-    instances: Api<DynamicObject>,
-    pods: Api<Pod>,
-    cluster_id: String,
-}
-
-impl KubeVirt {
-    async fn install(s: &Scenario) -> Result<Self> {
-        let api =
-            |kind, plural| Api::namespaced_with(s.management.clone(), &s.namespace, &resource(kind, plural));
-        let this = Self {
-            definitions: Api::all(s.management.clone()),
-            vms: api("VirtualMachine", "virtualmachines"),
-            instances: api("VirtualMachineInstance", "virtualmachineinstances"),
-            pods: Api::namespaced(s.management.clone(), &s.namespace),
-            cluster_id: s.cluster_id.clone(),
-        };
-        this.definitions.create(&PostParams::default(), &definition("VirtualMachine", true)?).await?;
-        this.definitions
-            .create(&PostParams::default(), &definition("VirtualMachineInstance", false)?)
-            .await?;
-        eventually("the API server serves KubeVirt's resources", PATIENCE, || async {
-            let served =
-                this.vms.list(&Default::default()).await.and(this.instances.list(&Default::default()).await);
-            Ok(served.map(drop).map_err(|error| error.to_string()))
+impl Clusters {
+    async fn open() -> Result<Self> {
+        let lab = Lab::from_env()?;
+        Ok(Self {
+            guest: lab.guest(GUEST).await?,
+            management: lab.management().await?,
+            namespace: lab.guest_namespace(GUEST)?,
         })
-        .await?;
-        let guest = s.lab.state().guests.get("g1").context("the lab has no such guest")?;
-        lab::cluster::prepare_guest_kubevirt(management_cluster(s)?, guest).await?;
-        Ok(this)
     }
 
-    async fn uninstall(&self) -> Result<()> {
-        for kind in ["virtualmachines", "virtualmachineinstances"] {
-            self.definitions.delete(&format!("{kind}.kubevirt.io"), &DeleteParams::default()).await?;
-        }
-        Ok(())
+    fn kubevirt(&self, kind: &str) -> Api<DynamicObject> {
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk("kubevirt.io", "v1", kind));
+        Api::namespaced_with(self.management.clone(), &self.namespace, &resource)
     }
 
-    /// A VM that runs.
-    async fn vm(&self) -> Result<String> {
-        let name = unique("kv");
-        let template = json!({
-            "volumes": [{"name": "root", "containerDisk": {"image": "i"}}],
-            "domain": {"devices": {"disks": [{"name": "root", "disk": {"bus": "virtio"}}]}},
+    async fn nodes(&self) -> Result<Vec<Node>> {
+        Ok(Api::all(self.guest.clone()).list(&ListParams::default()).await?.items)
+    }
+
+    fn pods(&self) -> Api<Pod> {
+        Api::namespaced(self.guest.clone(), "default")
+    }
+
+    /// Starts a pod that runs a shell script as root in the VM's mount namespace.
+    async fn start(&self, node: &str, script: &str) -> Result<String> {
+        let name = unique("script");
+        let enter = "exec chroot /host nsenter --target 1 --mount -- sh -euc \"$0\"";
+        let pod = json!({
+            "metadata": {"name": name},
+            "spec": {
+                "nodeName": node, "hostPID": true, "restartPolicy": "Never", "terminationGracePeriodSeconds": 0,
+                "containers": [{
+                    "name": "script", "image": tests::pods::IMAGE, "imagePullPolicy": "Never",
+                    "command": ["sh", "-c", enter, script],
+                    "securityContext": {"privileged": true},
+                    "volumeMounts": [{"name": "host", "mountPath": "/host"}],
+                }],
+                "volumes": [{"name": "host", "hostPath": {"path": "/"}}],
+            },
         });
-        let vm = json!({
-            "apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine",
-            "metadata": {"name": name, "labels": {LABEL_CLUSTER_ID: self.cluster_id}},
-            "spec": {"runStrategy": "Always", "template": {"spec": template}},
-        });
-        let vm = self.vms.create(&PostParams::default(), &serde_json::from_value(vm)?).await?;
-        let owner =
-            json!({"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "name": name, "uid": vm.uid()});
-        let instance = json!({
-            "apiVersion": "kubevirt.io/v1", "kind": "VirtualMachineInstance",
-            "metadata": {"name": name, "ownerReferences": [owner]},
-            "spec": template, "status": {"phase": "Running", "volumeStatus": [{"name": "root"}]},
-        });
-        self.instances.create(&PostParams::default(), &serde_json::from_value(instance)?).await?;
+        self.pods().create(&PostParams::default(), &serde_json::from_value(pod)?).await?;
         Ok(name)
     }
 
-    /// Plays virt-controller and the instance of a VM, until the result is aborted.
-    fn play(&self, vm: &str) -> JoinHandle<Result<()>> {
-        let (vms, instances, name) = (self.vms.clone(), self.instances.clone(), vm.to_owned());
-        tokio::spawn(async move {
-            let only = WatchParams::default().fields(&format!("metadata.name={name}"));
-            let mut changes = std::pin::pin!(vms.watch(&only, "0").await?);
-            while let Some(change) = changes.try_next().await? {
-                let (WatchEvent::Added(vm) | WatchEvent::Modified(vm)) = change else { continue };
-                let (generation, handled) = (vm.metadata.generation, &vm.data["status"]["desiredGeneration"]);
-                if handled.as_i64() == generation {
-                    continue;
-                }
-                let spec = vm.data["spec"]["template"]["spec"].clone();
-                let ready = |volume: &Value| json!({"name": volume["name"], "phase": "Ready"});
-                let statuses: Vec<Value> =
-                    spec["volumes"].as_array().into_iter().flatten().map(ready).collect();
-                let merge = |patch| Patch::Merge(patch);
-                let parameters = PatchParams::default();
-                instances.patch(&name, &parameters, &merge(json!({"spec": spec}))).await?;
-                let status = json!({"status": {"desiredGeneration": generation}});
-                vms.patch_status(&name, &parameters, &merge(status)).await?;
-                let status = json!({"status": {"volumeStatus": statuses}});
-                instances.patch(&name, &parameters, &merge(status)).await?;
-            }
-            Ok(())
+    /// The output of a script, which the API server reads from the VM's kubelet.
+    async fn output(&self, node: &str, script: &str) -> Result<String> {
+        let name = self.start(node, script).await?;
+        let pods = self.pods();
+        let phase = eventually(&format!("pod {name} on {node} has ended"), PATIENCE, || async {
+            let phase = pods.get(&name).await?.status.and_then(|status| status.phase).unwrap_or_default();
+            Ok(if matches!(phase.as_str(), "Succeeded" | "Failed") { Ok(phase) } else { Err(phase) })
         })
+        .await?;
+        let output = pods.logs(&name, &LogParams::default()).await?;
+        pods.delete(&name, &DeleteParams::default()).await?;
+        ensure!(phase == "Succeeded", "{name} on {node}: {phase}: {output}");
+        Ok(output)
     }
 
-    /// Deletes a VM and its instance.
-    async fn delete(&self, vm: &str) -> Result<()> {
-        self.vms.delete(vm, &DeleteParams::default()).await?;
-        self.instances.delete(vm, &DeleteParams::default()).await?;
-        Ok(())
-    }
-
-    /// Creates a pod as KubeVirt does for an instance.
-    async fn launcher(&self, vm: &str) -> Result<()> {
-        let pod = json!({
-            "metadata": {
-                "name": format!("virt-launcher-{vm}"), "annotations": {"kubevirt.io/domain": vm},
-                "labels": {"kubevirt.io": "virt-launcher", "kubevirt.io/created-by": "an-instance"},
-            },
-            "spec": {"containers": [{"name": "compute", "image": "i"}], "nodeName": "no-such-node"},
+    /// Replaces disks and volumes in the template of a VirtualMachine.
+    async fn change(&self, vm: &str, change: impl Fn(&mut Vec<Value>, &mut Vec<Value>)) -> Result<()> {
+        let machines = self.kubevirt("VirtualMachine");
+        let machine = machines.get(vm).await?;
+        let spec = &machine.data["spec"]["template"]["spec"];
+        let list = |value: &Value| value.as_array().cloned().context("no list");
+        let mut disks = list(&spec["domain"]["devices"]["disks"])?;
+        let mut volumes = list(&spec["volumes"])?;
+        change(&mut disks, &mut volumes);
+        let template = json!({"spec": {"domain": {"devices": {"disks": disks}}, "volumes": volumes}});
+        let patch = json!({
+            "metadata": {"resourceVersion": machine.resource_version()},
+            "spec": {"template": template},
         });
-        self.pods.create(&PostParams::default(), &serde_json::from_value(pod)?).await?;
+        machines.patch(vm, &PatchParams::default(), &Patch::Merge(&patch)).await?;
         Ok(())
+    }
+
+    /// What KubeVirt says about a volume of a VM.
+    async fn status(&self, vm: &str, volume: &str) -> Result<Option<Value>> {
+        let instance = self.kubevirt("VirtualMachineInstance").get(vm).await?;
+        let all = instance.data["status"]["volumeStatus"].as_array().cloned().unwrap_or_default();
+        Ok(all.into_iter().find(|one| one["name"] == volume))
     }
 }
 
-/// A CustomResourceDefinition of KubeVirt, without its schema.
-fn definition(kind: &str, has_status: bool) -> Result<CustomResourceDefinition> {
-    let plural = format!("{}s", kind.to_lowercase());
-    let schema = json!({"type": "object", "x-kubernetes-preserve-unknown-fields": true});
-    let subresources = if has_status { json!({"status": {}}) } else { json!({}) };
-    Ok(serde_json::from_value(json!({
-        "metadata": {"name": format!("{plural}.kubevirt.io")},
-        "spec": {
-            "group": "kubevirt.io", "scope": "Namespaced", "names": {"kind": kind, "plural": plural},
-            "versions": [{
-                "name": "v1", "served": true, "storage": true, "schema": {"openAPIV3Schema": schema},
-                "subresources": subresources,
-            }],
-        },
-    }))?)
-}
-
-/// The record on a claim of which VM may have its disk.
-async fn holder(s: &Scenario, claim: &str) -> Result<Option<Value>> {
-    let claim = s.claims().get(claim).await?;
-    let record = claim.annotations().get(ANNOTATION_ATTACHED_TO).map(|text| serde_json::from_str(text));
-    Ok(record.transpose()?)
-}
-
-async fn requests_of(s: &Scenario, mark: lab::audit::Mark) -> Result<BTreeMap<String, usize>> {
-    let all = requests_since(s, mark).await?;
-    Ok(count_by_kind(&all, |entry: &Entry| {
-        entry.user_agent.starts_with("gc-csi") && entry.resource != "leases" && entry.verb != "watch"
-    }))
+fn is_ready(node: &Node) -> bool {
+    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_deref());
+    conditions.unwrap_or_default().iter().any(|one| one.type_ == "Ready" && one.status == "True")
 }
 
 #[tokio::test]
-async fn disks_of_kubevirt_are_attached_to_one_vm_at_a_time() -> Result<()> {
-    run_alone(|s| async move {
-        let kubevirt = KubeVirt::install(&s).await?;
-        let outcome = attach_and_detach(&s, &kubevirt).await;
-        let uninstalled = kubevirt.uninstall().await;
-        outcome.and(uninstalled)
+async fn nodes_are_virtual_machines_of_kubevirt_and_run_pods() -> Result<()> {
+    let clusters = Clusters::open().await?;
+    let nodes = clusters.nodes().await?;
+    ensure!(!nodes.is_empty(), "the guest has no nodes");
+    for node in nodes {
+        let name = node.name_any();
+        ensure!(is_ready(&node), "{name} is not ready");
+        let instance = clusters.kubevirt("VirtualMachineInstance").get(&name).await?;
+        ensure!(instance.data["status"]["phase"] == "Running", "{name}: {}", instance.data["status"]);
+        let uuid = instance.data["spec"]["domain"]["firmware"]["uuid"].as_str().context("no UUID")?;
+        let found = clusters.output(&name, "cat /sys/class/dmi/id/product_uuid").await?;
+        ensure!(found.trim() == uuid, "a pod on {name} runs in {found:?}, the VM is {uuid}");
+    }
+    Ok(())
+}
+
+/// A sparse file behind a loop device.
+struct LoopDevice {
+    device: String,
+    _folder: tempfile::TempDir,
+}
+
+impl LoopDevice {
+    async fn create() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let file: PathBuf = folder.path().join("disk");
+        std::fs::File::create(&file)?.set_len(64 << 20)?;
+        let device = run_helper(command("losetup", ["--find", "--show"]).arg(&file)).await?;
+        Ok(Self { device: device.trim().to_owned(), _folder: folder })
+    }
+
+    async fn remove(self) -> Result<()> {
+        run_helper(&mut command("losetup", ["--detach", &self.device])).await.map(drop)
+    }
+}
+
+/// A claim in the guest's namespace that is bound to a device of the node.
+async fn claim(clusters: &Clusters, name: &str, device: &Path) -> Result<()> {
+    let size = json!({"storage": "64Mi"});
+    let nodes: Vec<Node> = Api::all(clusters.management.clone()).list(&ListParams::default()).await?.items;
+    let node = nodes.first().context("the management cluster has no node")?.name_any();
+    let terms = json!([{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}]}]);
+    let volume = json!({
+        "metadata": {"name": name},
+        "spec": {
+            "capacity": size, "accessModes": ["ReadWriteOnce"], "volumeMode": "Block", "storageClassName": "none",
+            "persistentVolumeReclaimPolicy": "Retain", "local": {"path": device},
+            "claimRef": {"namespace": clusters.namespace, "name": name},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
+        },
+    });
+    let claim = json!({
+        "metadata": {"name": name},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"], "volumeMode": "Block", "storageClassName": "none", "volumeName": name,
+            "resources": {"requests": size},
+        },
+    });
+    let volumes: Api<PersistentVolume> = Api::all(clusters.management.clone());
+    volumes.create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
+    let claims: Api<PersistentVolumeClaim> =
+        Api::namespaced(clusters.management.clone(), &clusters.namespace);
+    claims.create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
+    Ok(())
+}
+
+async fn remove_claim(clusters: &Clusters, name: &str) -> Result<()> {
+    let claims: Api<PersistentVolumeClaim> =
+        Api::namespaced(clusters.management.clone(), &clusters.namespace);
+    claims.delete(name, &DeleteParams::default()).await?;
+    let volumes: Api<PersistentVolume> = Api::all(clusters.management.clone());
+    volumes.delete(name, &DeleteParams::default()).await?;
+    eventually("the volume is gone", PATIENCE, || async {
+        Ok(volumes.get_opt(name).await?.is_none().then_some(()).ok_or_else(|| name.to_owned()))
     })
     .await
 }
 
-async fn attach_and_detach(s: &Scenario, kubevirt: &KubeVirt) -> Result<()> {
-    let (one, two) = (kubevirt.vm().await?, kubevirt.vm().await?);
-    let playing = [kubevirt.play(&one), kubevirt.play(&two)];
-    let controller = Controller::start(s, &["--vm-api=kubevirt"]).await?;
-    let driver = &controller.driver;
-    let (handle, other) = (s.volume().await?, s.volume().await?);
-    // So that the VM has annotations.
-    driver.publish(&other, &one).await?;
+async fn plug_and_unplug(clusters: &Clusters, vm: &str, volume: &str) -> Result<()> {
+    let serial = uuid::Uuid::new_v4().to_string();
+    clusters
+        .change(vm, |disks, volumes| {
+            disks.push(json!({"name": volume, "serial": serial, "disk": {"bus": "scsi"}}));
+            let claim = json!({"claimName": volume, "hotpluggable": true});
+            volumes.push(json!({"name": volume, "persistentVolumeClaim": claim}));
+        })
+        .await?;
+    eventually("the disk is plugged in", PATIENCE, || async {
+        let status = clusters.status(vm, volume).await?.unwrap_or_default();
+        Ok(if status["phase"] == "Ready" { Ok(()) } else { Err(status.to_string()) })
+    })
+    .await?;
+    let link = format!("{BY_ID}{serial}");
+    let script = format!("until [ -b {link} ]; do sleep 0.2; done; blockdev --getsize64 {link}");
+    let size = clusters.output(vm, &script).await?;
+    ensure!(size.trim() == (64 << 20).to_string(), "the disk in {vm} has {size} bytes");
+    clusters
+        .change(vm, |disks, volumes| {
+            disks.retain(|disk| disk["name"] != volume);
+            volumes.retain(|other| other["name"] != volume);
+        })
+        .await?;
+    eventually("the disk is unplugged", PATIENCE, || async {
+        let status = clusters.status(vm, volume).await?;
+        Ok(status.map_or(Ok(()), |status| Err(status.to_string())))
+    })
+    .await?;
+    clusters.output(vm, &format!("while [ -e {link} ]; do sleep 0.2; done")).await.map(drop)
+}
 
-    let mark = s.lab.audit()?.mark()?;
-    let disk = driver.publish(&handle, &one).await?;
-    let patches = ["gc-csi patch persistentvolumeclaims", "gc-csi patch virtualmachines"];
-    let expected: BTreeMap<String, usize> = patches.map(|line| (line.to_owned(), 1)).into();
-    assert_eq!(requests_of(s, mark).await?, expected, "an attach");
-    let vm = kubevirt.vms.get(&one).await?;
-    let disks = &vm.data["spec"]["template"]["spec"]["domain"]["devices"]["disks"];
-    let added = json!({"name": handle, "serial": disk, "disk": {"bus": "scsi"}});
-    ensure!(disks[2] == added, "{disks} has no {added} for {CONTEXT_DISK_UUID}");
-    ensure!(holder(s, &handle).await?.is_some_and(|holder| holder["vm"] == json!(one)));
-
-    let refused = driver.publish(&handle, &two).await.expect_err("the disk is attached to two VMs");
-    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    assert!(refused.message().contains(&one), "{refused}");
-
-    let mark = s.lab.audit()?.mark()?;
-    driver.unpublish(&handle, &one).await?;
-    assert_eq!(requests_of(s, mark).await?, expected, "a detach");
-    ensure!(holder(s, &handle).await?.is_none());
-    assert_eq!(driver.publish(&handle, &two).await?, disk, "the serial depends on the volume only");
-
-    // The VM is gone, and later its pod.
-    playing.iter().for_each(JoinHandle::abort);
-    kubevirt.launcher(&two).await?;
-    kubevirt.delete(&two).await?;
-    for call in [driver.unpublish(&handle, &two).await.err(), driver.publish(&handle, &one).await.err()] {
-        let refused = call.context("a VM counts as off although a pod of it is left")?;
-        assert!([Code::Unavailable, Code::FailedPrecondition].contains(&refused.code()), "{refused}");
-    }
-    let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
-    kubevirt.pods.delete(&format!("virt-launcher-{two}"), &now).await?;
-    driver.unpublish(&handle, &two).await?;
-    ensure!(holder(s, &handle).await?.is_none());
-    kubevirt.delete(&one).await?;
-    driver.unpublish(&other, &one).await?;
-    controller.stop().await
+#[tokio::test]
+async fn the_disk_of_a_claim_is_plugged_into_a_running_vm_and_has_its_serial() -> Result<()> {
+    let clusters = Clusters::open().await?;
+    let vm = clusters.nodes().await?.first().context("the guest has no nodes")?.name_any();
+    let device = LoopDevice::create().await?;
+    let name = unique("disk");
+    claim(&clusters, &name, Path::new(&device.device)).await?;
+    let outcome = plug_and_unplug(&clusters, &vm, &name).await;
+    remove_claim(&clusters, &name).await?;
+    device.remove().await?;
+    outcome
 }

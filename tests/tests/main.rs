@@ -40,6 +40,7 @@ mod infra_crash;
 mod infra_ha;
 mod kubernetes_versions;
 mod kubevirt;
+mod kubevirt_requests;
 mod late_removal;
 mod legacy;
 mod limits;

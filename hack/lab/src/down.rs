@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
 use crate::host::Host;
+use crate::kubevirt;
 use crate::process::{boot_id, command};
 use crate::run::{Run, lock};
 use crate::state::State;
@@ -40,6 +41,7 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         // Once libvirt has stopped, no VM can start.
         note(stop_components(run, &state).await);
         note(stop_vms(run, &state).await);
+        note(kubevirt::remove_cgroups(run, PATIENCE).await);
         for host in Host::ALL {
             note(vm::network::remove(run, host).await);
         }

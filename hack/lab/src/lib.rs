@@ -13,6 +13,7 @@
 //! | Nestor in pods, installed with helm | [`deployed`] |
 //! | the Ceph cluster of a lab with the engine `rbd` | `ceph` |
 //! | several hypervisor hosts, and the pools that they reach | [`host`] |
+//! | KubeVirt, and the management cluster's node in a lab with it | `kubevirt` |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
 //! | `cargo lab generate` | [`generate`] |
@@ -37,6 +38,7 @@ pub mod host;
 pub mod images;
 pub mod infra;
 pub mod kubeconfig;
+mod kubevirt;
 mod lab;
 mod loop_nodes;
 mod oci;
@@ -67,6 +69,7 @@ pub use ceph::{Ceph, Engine};
 pub use demo::demo;
 pub use drivers::Replica;
 pub use host::Host;
+pub use kubevirt::VmManager;
 pub use lab::Lab;
 pub use loop_nodes::{LoopNode, NodePlugin};
 pub use settings::Setting;

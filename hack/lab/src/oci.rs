@@ -10,6 +10,8 @@ use sha2::{Digest, Sha256};
 use crate::process::{command, run};
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+/// Neither times nor process IDs in extended headers.
+const PAX: &str = "--pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
 /// A layer: its descriptor for the manifest, and its diff ID for the configuration.
@@ -35,8 +37,18 @@ impl Layout {
 
     /// Adds a layer of all files in a folder, owned by root and dated 1970.
     pub(crate) async fn layer(&self, root: &Path) -> Result<Layer> {
+        self.layer_with(root, &["--owner=0", "--group=0"]).await
+    }
+
+    /// Adds a layer of all files in a folder with their owners and the capabilities of programs, dated 1970.
+    pub(crate) async fn layer_with_owners(&self, root: &Path) -> Result<Layer> {
+        let capabilities = ["--xattrs", "--xattrs-include=security.capability", "--format=posix", PAX];
+        self.layer_with(root, &capabilities).await
+    }
+
+    async fn layer_with(&self, root: &Path, options: &[&str]) -> Result<Layer> {
         let archive = self.dir.join("layer.tar");
-        tar(root, &archive).await?;
+        tar(root, &archive, options).await?;
         let bytes = fs::read(&archive)?;
         fs::remove_file(&archive)?;
         let descriptor = self.blob(&bytes, "application/vnd.oci.image.layer.v1.tar")?;
@@ -71,7 +83,7 @@ impl Layout {
         fs::write(self.dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#)?;
         let index = json!({"schemaVersion": 2, "manifests": self.manifests});
         fs::write(self.dir.join("index.json"), index.to_string())?;
-        tar(&self.dir, archive).await
+        tar(&self.dir, archive, &["--owner=0", "--group=0"]).await
     }
 
     fn json_blob(&self, value: &Value, kind: &str) -> Result<Value> {
@@ -91,9 +103,9 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     format!("{:x}", Sha256::digest(bytes))
 }
 
-async fn tar(folder: &Path, archive: &Path) -> Result<()> {
-    let mut tar = command("tar", ["--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--numeric-owner"]);
-    run(tar.arg("--directory").arg(folder).arg("--create").arg("--file").arg(archive).arg("."))
+async fn tar(folder: &Path, archive: &Path, options: &[&str]) -> Result<()> {
+    let mut tar = command("tar", ["--sort=name", "--mtime=@0", "--numeric-owner"]);
+    run(tar.args(options).arg("--directory").arg(folder).arg("--create").arg("--file").arg(archive).arg("."))
         .await
         .map(drop)
 }

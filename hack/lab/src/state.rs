@@ -9,6 +9,7 @@ use crate::cache::BaseImage;
 use crate::ceph::Engine;
 use crate::deployed::Deployment;
 use crate::host::Host;
+use crate::kubevirt::VmManager;
 use crate::ready::Ready;
 
 /// Everything about a run, stored in `state.json` of the run folder.
@@ -31,6 +32,9 @@ pub struct State {
     /// Number of hypervisor hosts; 0 stands for 1.
     #[serde(default)]
     pub hosts: u8,
+    /// What makes the virtual machines.
+    #[serde(default)]
+    pub vm_manager: VmManager,
     /// What Nestor is deployed with, if it runs in pods.
     #[serde(default)]
     pub deployment: Option<Deployment>,

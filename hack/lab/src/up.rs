@@ -1,20 +1,24 @@
 //! Start of a lab: everything starts as soon as its dependencies are ready.
 
+mod on_kubevirt;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::cache::{self, BaseImage, Kubernetes};
+use crate::cache::{self, BaseImage, KubeVirt, Kubernetes};
 use crate::ceph::{self, Engine};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::deployed::{self, Deployment, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
 use crate::host::{Host, Pool};
+use crate::kubevirt::VmManager;
 use crate::process::boot_id;
 use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
 use crate::ui::Ui;
+use crate::vm::network::Forwarded;
 use crate::vm::{self, Payload, libvirtd};
 use crate::{cluster_api, drivers, infra, kubeconfig, ports, virtual_machines};
 
@@ -66,6 +70,10 @@ pub struct UpOptions {
     /// the workers of a MachineDeployment.
     #[arg(long, conflicts_with_all = ["deployed", "replicas"])]
     pub cluster_api: bool,
+    /// What makes the virtual machines. With `kubevirt`, they are VirtualMachines of KubeVirt in the management cluster, whose
+    /// node is this host. Nestor does not run in such a lab, except for the node plugin in the VMs.
+    #[arg(long, value_enum, default_value_t, value_name = "MANAGER")]
+    pub vm_manager: VmManager,
 }
 
 impl Default for UpOptions {
@@ -83,6 +91,7 @@ impl Default for UpOptions {
             deployed: false,
             version: None,
             cluster_api: false,
+            vm_manager: VmManager::default(),
         }
     }
 }
@@ -95,6 +104,7 @@ struct Built {
     binaries: PathBuf,
     deployment: Option<Deployment>,
     cluster_api: Option<cluster_api::Built>,
+    kubevirt: Option<KubeVirt>,
 }
 
 /// A guest that is not started yet: its control plane, and its record in the state.
@@ -118,6 +128,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         rustix::process::geteuid().is_root(),
         "a lab mounts pools and runs virtual machines, which needs root: run `sudo --preserve-env cargo lab up`"
     );
+    options.check()?;
     let _alone = lock(&run.dir().with_extension("lock"))?;
     if run.exists() {
         bail!(
@@ -128,6 +139,10 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     let built = prepare(ui, options).await?;
     make_folders(run, options, &built)?;
     let plan = Plan::new(run, options, &built).await?;
+    if let Some(kubevirt) = &built.kubevirt {
+        on_kubevirt::start(ui, run, &built, kubevirt, &plan).await?;
+        return run.update(|state| state.complete = true);
+    }
     let disks = match &built.deployment {
         Some(deployment) => Some(Disks::build(ui, run, &built.tools, &deployment.versions()).await?),
         None => None,
@@ -169,7 +184,15 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
         true => Some(cluster_api::prepare(ui).await?),
         false => None,
     };
-    let built = Built { tools, snapshot_definitions, image, binaries, deployment: None, cluster_api };
+    let kubevirt = match options.vm_manager {
+        VmManager::Libvirt => None,
+        VmManager::KubeVirt => {
+            let arguments = vm::kernel_arguments(vm::accelerator(&image).await);
+            Some(cache::kubevirt(ui, &image, arguments).await?)
+        }
+    };
+    let built =
+        Built { tools, snapshot_definitions, image, binaries, deployment: None, cluster_api, kubevirt };
     if !options.deployed {
         return Ok(built);
     }
@@ -196,6 +219,7 @@ fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {
             tools: built.tools.clone(),
             engine: options.engine,
             hosts: options.hosts,
+            vm_manager: options.vm_manager,
             binaries: built.binaries.clone(),
             deployment: built.deployment.clone(),
             sockets: run.socket_dir(),
@@ -212,7 +236,12 @@ impl Plan {
     /// Signs certificates, and records all clusters and VMs in the state.
     async fn new(run: &Run, options: &UpOptions, built: &Built) -> Result<Self> {
         // Pods need a scheduler.
-        let plan = ControlPlanePlan { name: MANAGEMENT, scheduler: options.deployed };
+        let kubevirt = options.vm_manager == VmManager::KubeVirt;
+        let plan = ControlPlanePlan {
+            name: MANAGEMENT,
+            scheduler: options.deployed || kubevirt,
+            aggregates: kubevirt,
+        };
         let management = ControlPlane::plan(run, &plan)?;
         run.update(|state| state.management = Some(management.cluster.clone()))?;
         let guests: Vec<PlannedGuest> =
@@ -269,7 +298,7 @@ impl PlannedGuest {
 
 fn plan_guest(run: &Run, options: &UpOptions, number: u32) -> Result<PlannedGuest> {
     let name = &format!("g{number}");
-    let plane = ControlPlane::plan(run, &ControlPlanePlan { name, scheduler: true })?;
+    let plane = ControlPlane::plan(run, &ControlPlanePlan { name, scheduler: true, aggregates: false })?;
     let guest = Guest {
         cluster: plane.cluster.clone(),
         namespace: if options.one_namespace { ONE_NAMESPACE.to_owned() } else { format!("guest-{name}") },
@@ -346,7 +375,8 @@ async fn connect_vms(run: &Run, plan: &Plan) -> Result<()> {
         Engine::File => Vec::new(),
         Engine::Rbd => ceph::ports(run)?,
     };
-    vm::network::start(run, &to_host, &to_vms, &of_ceph).await
+    let forwarded = Forwarded { to_host, to_vms, to_host_ipv6: of_ceph, ..Forwarded::default() };
+    vm::network::start(run, &forwarded).await
 }
 
 async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {
@@ -441,7 +471,7 @@ async fn join_nodes(ui: &Ui, run: &Run, plan: &Plan) -> Result<()> {
     let joins = plan.vms.iter().map(|(name, machine)| async move {
         let step = ui.step(format!("{name} is a ready node"));
         let client = kubeconfig::client(&plan.plane(&machine.guest)?.cluster.kubeconfig).await?;
-        if !vm::joins_soon(&client, name).await {
+        if !vm::joins_soon(&client, name).await && run.state()?.vm_manager == VmManager::Libvirt {
             ui.line(format!("{name} has not become a node yet; it is reset"));
             vm::reset(run, name).await?;
         }

@@ -49,6 +49,14 @@ const NODE: [(&str, &str); 2] =
 /// What only schemathesis needs.
 const PYTHON: [(&str, &str); 1] = [("python3-venv", "schemathesis, which tests storage-infra's API")];
 
+/// What only a lab with KubeVirt needs.
+const KUBEVIRT: [(&str, &str); 4] = [
+    ("gcc", "compiler of KubeVirt's virt-launcher and container-disk"),
+    ("syslinux", "boot disk of KubeVirt's virtual machines"),
+    ("mtools", "boot disk of KubeVirt's virtual machines"),
+    ("dosfstools", "boot disk of KubeVirt's virtual machines"),
+];
+
 /// What only the tests with a Ceph cluster need.
 const CEPH: [(&str, &str); 5] = [
     ("ceph-mon", "monitor of the Ceph cluster"),
@@ -85,6 +93,12 @@ pub(crate) async fn ensure_ceph(ui: &Ui) -> Result<()> {
 /// Ensures that fio is installed.
 pub async fn ensure_fio(ui: &Ui) -> Result<()> {
     ensure_all(ui, &FIO).await
+}
+
+/// Ensures that what builds KubeVirt and the boot disk of its VMs is installed.
+pub(crate) async fn ensure_kubevirt(ui: &Ui) -> Result<()> {
+    ensure(ui).await?;
+    ensure_all(ui, &KUBEVIRT).await
 }
 
 /// Ensures that Node.js and npm are installed.

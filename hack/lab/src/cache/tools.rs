@@ -16,6 +16,9 @@ use crate::ui::Ui;
 /// The module folders under `hack/tools` that a lab needs.
 const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
+/// The module folder of KubeVirt.
+const KUBEVIRT: &str = "kubevirt";
+
 /// Returns the folder with all tools of a lab with this version of Kubernetes.
 pub async fn tools(ui: &Ui, kubernetes: Kubernetes) -> Result<PathBuf> {
     let tools = modules(ui, "tools", &MODULES).await?;
@@ -65,6 +68,18 @@ pub async fn prometheus(ui: &Ui) -> Result<PathBuf> {
 /// Returns the folder with the core controllers of Cluster API, the program `core`. Built on demand.
 pub async fn cluster_api(ui: &Ui) -> Result<PathBuf> {
     modules(ui, "cluster-api", &["cluster-api"]).await
+}
+
+/// Returns the folder with KubeVirt's components, and the program `kubevirt`, which prints what they need. Built on demand.
+pub(super) async fn kubevirt(ui: &Ui) -> Result<PathBuf> {
+    modules(ui, "kubevirt", &[KUBEVIRT]).await
+}
+
+/// Returns the folder with the source of KubeVirt.
+pub(super) async fn kubevirt_source() -> Result<PathBuf> {
+    let module = repository().join("hack/tools").join(KUBEVIRT);
+    let folder = run(&mut go(&module, &["list", "-m", "-f", "{{.Dir}}", "kubevirt.io/kubevirt"])).await?;
+    Ok(PathBuf::from(folder.trim()))
 }
 
 /// Returns the OpenTelemetry collector. Only the tests of traces need it, so it is built on demand.
@@ -121,7 +136,9 @@ async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
 
 fn go(module: &Path, args: &[&str]) -> Command {
     let mut go = command("go", args);
-    go.current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
+    // virt-launcher links to libvirt.
+    let cgo = if module.ends_with(KUBEVIRT) { "1" } else { "0" };
+    go.current_dir(module).env("CGO_ENABLED", cgo).env("GOFLAGS", "-mod=readonly");
     go
 }
 

@@ -16,6 +16,8 @@ use crate::state::{Cluster, Component};
 pub const SERVER_ADDRESS_FROM_VM: &str = "10.0.2.2";
 /// First address of the service range: the `kubernetes` Service.
 const KUBERNETES_SERVICE: &str = "10.96.0.1";
+/// The API server's user at other API servers.
+const FRONT_PROXY: &str = "front-proxy-client";
 const SERVICE_RANGE: &str = "10.96.0.0/16";
 
 /// Parameters of a control plane.
@@ -24,6 +26,8 @@ pub struct ControlPlanePlan<'a> {
     pub name: &'a str,
     /// Whether it runs kube-scheduler: guests run pods.
     pub scheduler: bool,
+    /// Whether other API servers answer for some of its groups, as KubeVirt's does.
+    pub aggregates: bool,
 }
 
 /// A control plane that is configured and can be started.
@@ -37,6 +41,7 @@ pub struct ControlPlane {
     api: u16,
     controllers: u16,
     scheduler: Option<u16>,
+    aggregates: bool,
 }
 
 impl ControlPlane {
@@ -64,6 +69,7 @@ impl ControlPlane {
             api: free[2],
             controllers: free[3],
             scheduler: plan.scheduler.then_some(free[4]),
+            aggregates: plan.aggregates,
         };
         this.write_files()?;
         Ok(this)
@@ -91,6 +97,11 @@ impl ControlPlane {
         pki::write_private(&self.dir.join("etcd-ca.crt"), &etcd.cert())?;
         etcd.peer("etcd", &local)?.write(&self.dir, "etcd-server")?;
         etcd.client("kube-apiserver", None)?.write(&self.dir, "etcd-client")?;
+        if self.aggregates {
+            let front = Authority::new(&format!("{} front proxy", self.cluster.name))?;
+            pki::write_private(&self.dir.join("front-proxy-ca.crt"), &front.cert())?;
+            front.client(FRONT_PROXY, None)?.write(&self.dir, "front-proxy")?;
+        }
         let (private, public) = pki::token_key()?;
         pki::write_private(&self.dir.join("tokens.key"), &private)?;
         pki::write_private(&self.dir.join("tokens.pub"), &public)?;
@@ -109,7 +120,12 @@ impl ControlPlane {
 
     /// Files that a VM needs to become the node `name`: a kubeconfig and the kubelet's certificate.
     pub fn kubelet_files(&self, name: &str) -> Result<KubeletFiles> {
-        KubeletFiles::sign(&self.authority, self.api, name)
+        KubeletFiles::sign(&self.authority, &server_from_vm(self.api), name)
+    }
+
+    /// Files that this host needs to become the node `name`.
+    pub fn kubelet_files_of_host(&self, name: &str) -> Result<KubeletFiles> {
+        KubeletFiles::sign(&self.authority, &self.cluster.server, name)
     }
 
     /// Keeps the key of the cluster's authority beside its certificate, for nodes that join later.
@@ -215,6 +231,9 @@ impl ControlPlane {
             ("max-requests-inflight", "2000".into()),
             ("max-mutating-requests-inflight", "1000".into()),
         ];
+        if self.aggregates {
+            flags.extend(self.aggregation_flags());
+        }
         let policy = self.dir.join("audit-policy.yaml");
         fs::write(&policy, include_str!("../../manifests/audit-policy.yaml"))
             .with_context(|| format!("cannot write {}", policy.display()))?;
@@ -234,6 +253,19 @@ impl ControlPlane {
             grace: 10,
             driver: None,
         })
+    }
+
+    /// Other API servers learn from the extra headers who the user is, and trust them with the client certificate.
+    fn aggregation_flags(&self) -> [(&'static str, String); 7] {
+        [
+            ("requestheader-client-ca-file", self.file("front-proxy-ca.crt")),
+            ("requestheader-allowed-names", FRONT_PROXY.into()),
+            ("requestheader-username-headers", "X-Remote-User".into()),
+            ("requestheader-group-headers", "X-Remote-Group".into()),
+            ("requestheader-extra-headers-prefix", "X-Remote-Extra-".into()),
+            ("proxy-client-cert-file", self.file("front-proxy.crt")),
+            ("proxy-client-key-file", self.file("front-proxy.key")),
+        ]
     }
 
     fn controller_manager_component(&self, tools: &Path) -> Component {
@@ -311,19 +343,22 @@ impl KubeletFiles {
     pub fn of_running(cluster: &Cluster, name: &str) -> Result<Self> {
         let dir = cluster.ca.parent().context("the authority's certificate is in no folder")?;
         let authority = Authority::read(&authority_name(&cluster.name), dir, "ca")?;
-        Self::sign(&authority, ports::of_url(&cluster.server)?, name)
+        Self::sign(&authority, &server_from_vm(ports::of_url(&cluster.server)?), name)
     }
 
-    fn sign(authority: &Authority, api: u16, name: &str) -> Result<Self> {
+    fn sign(authority: &Authority, server: &str, name: &str) -> Result<Self> {
         let client = authority.client(&format!("system:node:{name}"), Some("system:nodes"))?;
-        let server = format!("https://{SERVER_ADDRESS_FROM_VM}:{api}");
         Ok(Self {
-            kubeconfig: kubeconfig::render(&server, &authority.cert(), &User::Certificate(&client))?,
+            kubeconfig: kubeconfig::render(server, &authority.cert(), &User::Certificate(&client))?,
             serving: authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
             client: authority.client("lab", Some("system:masters"))?,
             ca: authority.cert(),
         })
     }
+}
+
+fn server_from_vm(port: u16) -> String {
+    format!("https://{SERVER_ADDRESS_FROM_VM}:{port}")
 }
 
 fn authority_name(cluster: &str) -> String {

@@ -8,7 +8,7 @@ mod tiers;
 pub use backup::{Backup, Revisions};
 pub use control_plane::{ControlPlane, ControlPlanePlan, KubeletFiles, SERVER_ADDRESS_FROM_VM, argv};
 pub use tiers::{
-    GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, apply_cluster_api, apply_snapshot_api, cluster_id, prepare_guest,
-    prepare_guest_account, prepare_guest_kubevirt, prepare_guest_namespace, prepare_management,
-    remove_guest_account,
+    GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, apply_cluster_api, apply_snapshot_api, cluster_id,
+    create_namespace, prepare_guest, prepare_guest_account, prepare_guest_kubevirt, prepare_guest_namespace,
+    prepare_management, remove_guest_account, token_kubeconfig,
 };

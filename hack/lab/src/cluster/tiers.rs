@@ -34,6 +34,11 @@ fn namespace(name: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 }
 
+/// Creates a namespace of a guest in the management cluster.
+pub async fn create_namespace(management: &Cluster, name: &str) -> Result<()> {
+    apply_one(&kubeconfig::client(&management.kubeconfig).await?, namespace(name)).await.map(drop)
+}
+
 /// Applies the definitions of the snapshot API from a folder.
 pub async fn apply_snapshot_api(cluster: &Cluster, folder: &Path) -> Result<()> {
     apply_definitions(&kubeconfig::client(&cluster.kubeconfig).await?, &definitions(folder)?).await
@@ -150,7 +155,8 @@ impl Guest {
     }
 }
 
-async fn token_kubeconfig(
+/// Writes the kubeconfig of a ServiceAccount.
+pub async fn token_kubeconfig(
     client: &kube::Client,
     cluster: &Cluster,
     namespace: &str,

@@ -14,6 +14,7 @@ use futures::future::join_all;
 use crate::cache::{self, Kubernetes};
 use crate::ceph::Engine;
 use crate::deployed::EARLIER;
+use crate::kubevirt::VmManager;
 use crate::lab::Lab;
 use crate::run::Run;
 use crate::session::{After, interrupted, with_lab};
@@ -98,9 +99,17 @@ async fn run(ui: &Ui, planned: &[Step], selection: &Selection, report: &mut Repo
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Ceph, Kind::Pods, Kind::ClusterApi, Kind::InfraServers, Kind::Hosts]
-        .into_iter()
-        .chain(Kubernetes::OTHERS.map(Kind::Version))
+    for kind in [
+        Kind::Processes,
+        Kind::Ceph,
+        Kind::Pods,
+        Kind::ClusterApi,
+        Kind::InfraServers,
+        Kind::Hosts,
+        Kind::KubeVirt,
+    ]
+    .into_iter()
+    .chain(Kubernetes::OTHERS.map(Kind::Version))
     {
         if keep_going || !report.has_failure() {
             let (name, options) = lab_for(kind, planned, selection.engine);
@@ -141,6 +150,9 @@ fn lab_for(kind: Kind, steps: &[Step], engine: Engine) -> (&'static str, UpOptio
             ("test-pods", UpOptions { deployed: true, release: true, version, ..UpOptions::default() })
         }
         Kind::ClusterApi => ("test-capi", UpOptions { cluster_api: true, ..UpOptions::default() }),
+        Kind::KubeVirt => {
+            ("test-kubevirt", UpOptions { vm_manager: VmManager::KubeVirt, ..UpOptions::default() })
+        }
         Kind::InfraServers => {
             ("test-infra-ha", UpOptions { vms: 0, infra_servers: 2, ..UpOptions::default() })
         }

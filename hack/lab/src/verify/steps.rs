@@ -37,6 +37,9 @@ const KUBERNETES: &str = "kubernetes_versions";
 /// Module of the black-box tests that needs a lab whose VMs Cluster API makes.
 const CLUSTER_API: &str = "capi";
 
+/// Module of the black-box tests that needs a lab whose VMs KubeVirt makes.
+const KUBEVIRT: &str = "kubevirt";
+
 /// Module of the black-box tests that needs a lab with pools in a Ceph cluster.
 const RBD: &str = "rbd";
 
@@ -134,6 +137,8 @@ pub(super) enum Kind {
     Pods,
     /// Cluster API makes the VMs.
     ClusterApi,
+    /// KubeVirt makes the VMs; of Nestor, only the node plugin runs.
+    KubeVirt,
     /// Two storage-infra servers, and no VMs.
     InfraServers,
     /// Two hypervisor hosts.
@@ -180,7 +185,7 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
     let of = |module: &str| tests_of(module, capabilities);
-    let of_own_lab = [KUBERNETES, CLUSTER_API, RBD, INFRA_HA, HOSTS];
+    let of_own_lab = [KUBERNETES, CLUSTER_API, KUBEVIRT, RBD, INFRA_HA, HOSTS];
     let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
     steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
@@ -193,7 +198,12 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps.extend(DEPLOYED.map(|module| {
         step(module, Set::All, &description(module), blackbox_in(Kind::Pods, of(module), None))
     }));
-    let others = [(CLUSTER_API, Kind::ClusterApi), (INFRA_HA, Kind::InfraServers), (HOSTS, Kind::Hosts)];
+    let others = [
+        (CLUSTER_API, Kind::ClusterApi),
+        (INFRA_HA, Kind::InfraServers),
+        (HOSTS, Kind::Hosts),
+        (KUBEVIRT, Kind::KubeVirt),
+    ];
     steps.extend(others.map(|(module, lab)| {
         step(module, Set::All, &description(module), blackbox_in(lab, of(module), None))
     }));
@@ -399,6 +409,7 @@ mod tests {
             "capi",
             "infra_ha",
             "hosts",
+            "kubevirt",
         ];
         assert_eq!(
             names(&steps()[first..]),
@@ -432,6 +443,7 @@ mod tests {
                 "capi",
                 "infra_ha",
                 "hosts",
+                "kubevirt",
                 "kubernetes-1.35",
                 "kubernetes-1.37",
             ]

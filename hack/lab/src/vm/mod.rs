@@ -17,6 +17,7 @@ use crate::cache::BaseImage;
 use crate::cluster::{KubeletFiles, SERVER_ADDRESS_FROM_VM};
 use crate::host::Host;
 use crate::kubeconfig::{self, User};
+use crate::kubevirt::{self, VmManager};
 use crate::pki::write_private;
 use crate::ports;
 use crate::process::{Process, command, run as run_helper};
@@ -118,6 +119,11 @@ pub fn record(guest: &str, zone: &str, accelerator: &str, kubelet_port: u16) -> 
     }
 }
 
+/// The kernel's arguments that an accelerator needs.
+pub(crate) fn kernel_arguments(accelerator: &str) -> &'static str {
+    if accelerator == "kvm" { KVM.cmdline } else { TCG.cmdline }
+}
+
 /// The provider ID of a VM's node.
 pub fn provider_id(vm: &VmRecord) -> String {
     format!("lab:///{}", vm.uuid)
@@ -155,14 +161,8 @@ pub async fn boot(
     if let Payload::Pods { images, .. } = payload {
         overlay(images, &images_disk(&dir)).await?;
     }
-    let config = config_disk(&dir, name, vm, kubelet, payload).await?;
-    let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
-    kubeconfig::write(
-        &kubelet_kubeconfig(run, name),
-        &server,
-        &kubelet.ca,
-        &User::Certificate(&kubelet.client),
-    )?;
+    let config = config_disk(&dir, name, vm, kubelet, payload, "").await?;
+    write_kubelet_kubeconfig(run, name, vm, kubelet)?;
     let hardware = if vm.accelerator == "kvm" { &KVM } else { &TCG };
     let mut xml = DOMAIN.to_owned();
     for (key, value) in [
@@ -186,6 +186,18 @@ pub async fn boot(
     fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
     virsh_on(run, vm.host, ["define", &file.display().to_string()]).await?;
     start(run, name).await
+}
+
+/// Writes the kubeconfig for a VM's kubelet.
+pub(crate) fn write_kubelet_kubeconfig(
+    run: &Run,
+    name: &str,
+    vm: &VmRecord,
+    kubelet: &KubeletFiles,
+) -> Result<()> {
+    let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
+    let user = User::Certificate(&kubelet.client);
+    kubeconfig::write(&kubelet_kubeconfig(run, name), &server, &kubelet.ca, &user)
 }
 
 /// Starts a defined domain.
@@ -239,6 +251,9 @@ pub async fn virsh_on<'a>(run: &Run, host: Host, args: impl IntoIterator<Item = 
 
 /// The QEMU process of a VM, on whichever host it is.
 pub(crate) fn process(run: &Run, name: &str, vm: &VmRecord) -> Option<Process> {
+    if run.state().is_ok_and(|state| state.vm_manager == VmManager::KubeVirt) {
+        return kubevirt::qemu(&vm.uuid);
+    }
     Host::ALL.into_iter().find_map(|host| process_on(run, host, name, vm))
 }
 
@@ -262,17 +277,19 @@ fn images_disk(dir: &Path) -> PathBuf {
     dir.join("images.qcow2")
 }
 
-/// Builds the second disk: the VM's name and credentials, and gc-csi-node unless it runs in a pod.
-async fn config_disk(
+/// Builds the second disk: the VM's name and credentials, and gc-csi-node unless it runs in a pod. `network` has variables of
+/// a network that is not QEMU's own.
+pub(crate) async fn config_disk(
     dir: &Path,
     name: &str,
     vm: &VmRecord,
     kubelet: &KubeletFiles,
     payload: Payload<'_>,
+    network: &str,
 ) -> Result<PathBuf> {
     let files = dir.join("config");
     fs::create_dir_all(&files)?;
-    let mut env = format!("NODE_NAME={name}\n");
+    let mut env = format!("NODE_NAME={name}\n{network}");
     if let Payload::Pods { api_server, .. } = payload {
         env.push_str(&format!("API_SERVER={SERVER_ADDRESS_FROM_VM}:{api_server}\n"));
     }

@@ -1,0 +1,97 @@
+//! Start of a lab whose VMs KubeVirt makes.
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Built, Plan, UpOptions, join_nodes, start_guest};
+use crate::cache::KubeVirt;
+use crate::ceph::Engine;
+use crate::cluster;
+use crate::host::Host;
+use crate::kubevirt::{self, Node, VmManager};
+use crate::run::Run;
+use crate::state::VmRecord;
+use crate::ui::Ui;
+use crate::vm;
+use crate::vm::network::{Forwarded, Machine};
+
+impl UpOptions {
+    /// A lab with KubeVirt has neither the storage infra nor Nestor's controllers.
+    pub(super) fn check(&self) -> Result<()> {
+        let has_more = self.deployed
+            || self.cluster_api
+            || self.replicas != 1
+            || self.infra_servers != 1
+            || self.hosts != 1
+            || self.engine != Engine::default();
+        ensure!(
+            self.vm_manager == VmManager::Libvirt || !has_more,
+            "a lab with --vm-manager kubevirt has no storage infra and no controllers of Nestor: leave out \
+             --deployed, --cluster-api, --replicas, --infra-servers, --hosts and --engine"
+        );
+        Ok(())
+    }
+}
+
+/// Starts the clusters, KubeVirt in the management cluster, and the VMs.
+pub(super) async fn start(ui: &Ui, run: &Run, built: &Built, kubevirt: &KubeVirt, plan: &Plan) -> Result<()> {
+    let node = Node::plan()?;
+    connect(run, &node, plan).await?;
+    let is_emulated = vm::accelerator(&built.image).await != "kvm";
+    let management = async {
+        let step = ui.step("management control plane");
+        plan.management.start(run, &built.tools).await?;
+        cluster::apply_snapshot_api(&plan.management.cluster, &built.snapshot_definitions).await?;
+        step.done();
+        kubevirt::start(ui, run, kubevirt, &node, &plan.management, is_emulated).await
+    };
+    futures::try_join!(
+        management,
+        futures::future::try_join_all(plan.guests.iter().map(|guest| start_guest(ui, run, built, guest))),
+    )?;
+    for planned in &plan.guests {
+        let guest = planned.record(run)?;
+        cluster::create_namespace(&plan.management.cluster, &guest.namespace).await?;
+        let vms = plan.vms.iter().filter(|(_, machine)| machine.guest == guest.cluster.name);
+        kubevirt::boot(run, &guest, &planned.plane, vms).await?;
+    }
+    join_nodes(ui, run, plan).await
+}
+
+/// Connects the node with the API server of the management cluster, VMs with that of their guest, and the host with kubelets.
+async fn connect(run: &Run, node: &Node, plan: &Plan) -> Result<()> {
+    vm::network::create(run, Host::default()).await?;
+    vm::network::add_host_address(run).await?;
+    let state = run.state()?;
+    let machine = |(name, vm): &(String, VmRecord)| {
+        let guest = state.guests.get(&vm.guest).context("no guest")?;
+        let (namespace, name) = (guest.namespace.clone(), name.clone());
+        Ok(Machine { namespace, name, port: vm.kubelet_port })
+    };
+    let forwarded = Forwarded {
+        to_host: vec![plan.management.api_port()],
+        to_vms: node.ports().to_vec(),
+        to_host_from_pods: plan.guests.iter().map(|guest| guest.plane.api_port()).collect(),
+        to_kubevirt: plan.vms.iter().map(machine).collect::<Result<_>>()?,
+        ..Forwarded::default()
+    };
+    vm::network::start(run, &forwarded).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lab_with_kubevirt_has_no_storage_infra() {
+        let kubevirt = UpOptions { vm_manager: VmManager::KubeVirt, ..UpOptions::default() };
+        assert!(kubevirt.check().is_ok());
+        assert!(UpOptions { deployed: true, ..UpOptions::default() }.check().is_ok());
+        for options in [
+            UpOptions { deployed: true, ..kubevirt.clone() },
+            UpOptions { infra_servers: 2, ..kubevirt.clone() },
+            UpOptions { engine: Engine::Rbd, ..kubevirt.clone() },
+        ] {
+            assert!(options.check().unwrap_err().to_string().contains("leave out --deployed"));
+        }
+    }
+}

@@ -26,7 +26,7 @@ impl Driver {
     /// The best that is known for a disk on a filesystem or in Ceph.
     pub(super) fn best() -> Self {
         Self(
-            [("cache", "none"), ("io", "native"), ("discard", "unmap")]
+            [("cache", "none"), ("io", "threads"), ("discard", "unmap")]
                 .map(|(k, v)| (k.into(), v.into()))
                 .into(),
         )

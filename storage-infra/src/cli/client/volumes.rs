@@ -217,7 +217,7 @@ impl From<OwnerArgs> for Owner {
 /// How the hypervisor reads and writes the disk.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct DiskArgs {
-    /// How QEMU reads and writes a file: threads, native or io_uring. [default: native]
+    /// How QEMU reads and writes a file: threads, native or io_uring. [default: threads]
     #[arg(long, value_name = "MODE")]
     disk_io: Option<DiskIo>,
     /// Whether Ceph's client acknowledges writes from its cache: none or writeback. [default: none]

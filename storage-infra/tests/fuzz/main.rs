@@ -116,6 +116,12 @@ async fn lists_are_no_objects(http: &reqwest::Client, base: &str, api: &Value) {
 async fn check_consistency(site: &Site, server: Server) {
     let spec = NodeSpec { name: "n".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };
     server.client.put_node(Uuid::from_u128(3), &spec).await.unwrap();
+    for pool in server.client.list_pools().await.unwrap() {
+        server.client.resume_pool(&pool.name).await.unwrap();
+    }
+    for volume in server.client.list_volumes(None, None).await.unwrap().items {
+        server.client.resume_volume(&volume.id).await.unwrap();
+    }
     // Imports wait for their clients.
     for volume in server.client.list_volumes(None, None).await.unwrap().items {
         if volume.state == VolumeState::Creating

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::cluster::{GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, argv};
+use crate::kubevirt::VmManager;
 use crate::ports;
 use crate::ready::Ready;
 use crate::run::Run;
@@ -40,18 +41,8 @@ pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result
 
 /// Starts the replicas of a guest's gc-csi controller with its sidecars.
 pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) -> Result<()> {
-    let guest = state.guests.get(name).with_context(|| format!("no guest {name}"))?;
-    let management = state.management.as_ref().context("no management cluster")?;
     let all = Replica::all(replicas).map(|replica| async move {
-        let driver = Driver {
-            name: replica.name(&format!("{name}-gc-csi")),
-            tier: name,
-            cluster: &guest.cluster,
-            socket: replica.socket(&guest.controller_socket),
-            replica,
-            namespace: GUEST_NAMESPACE,
-        };
-        run.launch(&driver.name, gc_csi(state, &driver, management, guest)?).await?;
+        let driver = start_gc_csi(run, state, name, replica).await?;
         let components = [
             provisioner(state, &driver, Some(GUEST_NAMESPACE))?,
             attacher(state, &driver)?,
@@ -61,6 +52,37 @@ pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) ->
         launch_all(run, components).await
     });
     futures::future::try_join_all(all).await.map(drop)
+}
+
+/// Starts the gc-csi controller of a guest on VMs of KubeVirt with csi-attacher. The other sidecars need a CSI driver in the
+/// management cluster.
+pub async fn start_kubevirt_guest(run: &Run, state: &State, name: &str) -> Result<()> {
+    for replica in Replica::all(1) {
+        let driver = start_gc_csi(run, state, name, replica).await?;
+        launch_all(run, [attacher(state, &driver)?]).await?;
+    }
+    Ok(())
+}
+
+/// Starts a replica of a guest's gc-csi controller.
+async fn start_gc_csi<'a>(
+    run: &Run,
+    state: &'a State,
+    name: &'a str,
+    replica: Replica,
+) -> Result<Driver<'a>> {
+    let guest = state.guests.get(name).with_context(|| format!("no guest {name}"))?;
+    let management = state.management.as_ref().context("no management cluster")?;
+    let driver = Driver {
+        name: replica.name(&format!("{name}-gc-csi")),
+        tier: name,
+        cluster: &guest.cluster,
+        socket: replica.socket(&guest.controller_socket),
+        replica,
+        namespace: GUEST_NAMESPACE,
+    };
+    run.launch(&driver.name, gc_csi(state, &driver, management, guest)?).await?;
+    Ok(driver)
 }
 
 /// Starts one snapshot-controller for each cluster.
@@ -199,9 +221,10 @@ fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Gues
         format!("--management-kubeconfig={}", text(&management.kubeconfig_of(&guest.account()))),
         format!("--management-namespace={}", guest.namespace),
         format!("--cluster-id={}", guest.cluster_id),
-        format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"),
-        "--topology".to_owned(),
     ]);
+    if state.vm_manager == VmManager::Libvirt {
+        words.extend([format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"), "--topology".to_owned()]);
+    }
     words.extend(driver.replica.lease(driver.namespace));
     Ok(component(words, ports::free(1)?[0], Some(&driver.socket)))
 }

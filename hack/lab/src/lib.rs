@@ -69,7 +69,7 @@ pub use ceph::{Ceph, Engine};
 pub use demo::demo;
 pub use drivers::Replica;
 pub use host::Host;
-pub use kubevirt::VmManager;
+pub use kubevirt::{VmManager, qemu as kubevirt_qemu};
 pub use lab::Lab;
 pub use loop_nodes::{LoopNode, NodePlugin};
 pub use settings::Setting;

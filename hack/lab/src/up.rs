@@ -71,7 +71,7 @@ pub struct UpOptions {
     #[arg(long, conflicts_with_all = ["deployed", "replicas"])]
     pub cluster_api: bool,
     /// What makes the virtual machines. With `kubevirt`, they are VirtualMachines of KubeVirt in the management cluster, whose
-    /// node is this host. Nestor does not run in such a lab, except for the node plugin in the VMs.
+    /// node is this host. Of Nestor, only gc-csi runs in such a lab.
     #[arg(long, value_enum, default_value_t, value_name = "MANAGER")]
     pub vm_manager: VmManager,
 }
@@ -331,7 +331,7 @@ async fn start_infra(
         let plane = plan.plane(&machine.guest)?;
         let payload = match disks {
             Some(disks) => Payload::Pods { images: disks.of(&machine.guest), api_server: plane.api_port() },
-            None => Payload::Plugin(&plugin),
+            None => Payload::Plugin { program: &plugin, topology: true },
         };
         vm::boot(run, name, machine, &built.image, &plane.kubelet_files(name)?, payload).await?;
         ui.line(format!("{name} boots ({})", machine.accelerator));

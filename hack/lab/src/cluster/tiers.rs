@@ -56,11 +56,17 @@ pub async fn apply_cluster_api(cluster: &Cluster) -> Result<()> {
 pub async fn prepare_management(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     apply_definitions(&client, &definitions(&repository().join("crds").join("yaml"))?).await?;
-    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
-    let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
-    apply(&client, "nestor-management/files/management.yaml", &accounts).await?;
+    prepare_management_roles(cluster).await?;
     apply(&client, "nestor-management/files/classes.yaml", MANAGEMENT_CLASSES).await?;
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
+}
+
+/// Applies Nestor's namespace, driver and roles to the management cluster, which the accounts of guests need.
+pub async fn prepare_management_roles(cluster: &Cluster) -> Result<()> {
+    let client = kubeconfig::client(&cluster.kubeconfig).await?;
+    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
+    let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
+    apply(&client, "nestor-management/files/management.yaml", &accounts).await
 }
 
 /// Applies the sidecars' accounts, and writes a kubeconfig for each sidecar and each component in `own`.

@@ -169,7 +169,8 @@ impl Provider {
         let ClusterApi { image, .. } = state.cluster_api.as_ref().context("a lab without Cluster API")?;
         let kubelet = KubeletFiles::of_running(&guest(state)?.cluster, name)?;
         let plugin = state.binaries.join("gc-csi-node");
-        vm::boot(&self.run, name, record, image, &kubelet, Payload::Plugin(&plugin)).await
+        let payload = Payload::Plugin { program: &plugin, topology: true };
+        vm::boot(&self.run, name, record, image, &kubelet, payload).await
     }
 
     /// Initializes the VM's node when it joins. The VM may be removed before.

@@ -6,6 +6,7 @@ use std::os::unix::fs::chown;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use crds::names::LABEL_CLUSTER_ID;
 use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind};
 use serde_json::{Value, json};
@@ -16,7 +17,7 @@ use crate::cluster::objects::apply_one;
 use crate::kubeconfig;
 use crate::process::Process;
 use crate::run::Run;
-use crate::state::VmRecord;
+use crate::state::{Guest, VmRecord};
 use crate::vm::{self, Payload};
 
 /// User and group of QEMU.
@@ -32,7 +33,7 @@ const EMULATED_CPU: &str = "Nehalem";
 pub(super) async fn boot(
     run: &Run,
     client: &Client,
-    namespace: &str,
+    guest: &Guest,
     name: &str,
     vm: &VmRecord,
     kubelet: &KubeletFiles,
@@ -42,18 +43,22 @@ pub(super) async fn boot(
     vm::write_kubelet_kubeconfig(run, name, vm, kubelet)?;
     let plugin = run.state()?.binaries.join("gc-csi-node");
     let network = format!("ADDRESS={ADDRESS}\nGATEWAY={GATEWAY}\n");
-    let config = vm::config_disk(&dir, name, vm, kubelet, Payload::Plugin(&plugin), &network).await?;
+    // VMs of KubeVirt have no zone.
+    let payload = Payload::Plugin { program: &plugin, topology: false };
+    let config = vm::config_disk(&dir, name, vm, kubelet, payload, &network).await?;
     chown(&config, Some(QEMU), Some(QEMU))?;
-    apply_one(client, object(namespace, name, vm, &config)).await.map(drop)
+    apply_one(client, object(guest, name, vm, &config)).await.map(drop)
 }
 
-fn object(namespace: &str, name: &str, vm: &VmRecord, config: &Path) -> Value {
+fn object(guest: &Guest, name: &str, vm: &VmRecord, config: &Path) -> Value {
     let cpu = if vm.accelerator == "kvm" { "host-passthrough" } else { EMULATED_CPU };
     let disk =
         |path: &str| json!({"image": KubeVirt::DISKS, "path": path, "imagePullPolicy": "IfNotPresent"});
     json!({
         "apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine",
-        "metadata": {"name": name, "namespace": namespace},
+        "metadata": {
+            "name": name, "namespace": guest.namespace, "labels": {LABEL_CLUSTER_ID: guest.cluster_id},
+        },
         "spec": {"runStrategy": "Always", "template": {
             "metadata": {"labels": {"kubevirt.io/domain": name}},
             "spec": {
@@ -98,7 +103,7 @@ pub(crate) async fn address(management: &Path, namespace: &str, name: &str) -> R
 }
 
 /// The QEMU process of the VM with this UUID.
-pub(crate) fn qemu(uuid: &str) -> Option<Process> {
+pub fn qemu(uuid: &str) -> Option<Process> {
     let pids = fs::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     pids.filter(|pid| is_qemu(*pid, uuid)).find_map(Process::current)
 }

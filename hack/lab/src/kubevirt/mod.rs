@@ -15,7 +15,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use machines::{address, qemu};
+pub(crate) use machines::address;
+pub use machines::qemu;
 pub(crate) use node::{Node, remove_cgroups};
 
 use crate::cache::KubeVirt;
@@ -81,7 +82,7 @@ pub(crate) async fn boot(
     let management = run.state()?.management.context("no management cluster")?;
     let client = kubeconfig::client(&management.kubeconfig).await?;
     for (name, vm) in vms {
-        machines::boot(run, &client, &guest.namespace, name, vm, &plane.kubelet_files(name)?).await?;
+        machines::boot(run, &client, guest, name, vm, &plane.kubelet_files(name)?).await?;
     }
     Ok(())
 }

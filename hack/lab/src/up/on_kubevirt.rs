@@ -2,10 +2,11 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Built, Plan, UpOptions, join_nodes, start_guest};
+use super::{Built, Plan, UpOptions, join_nodes, start_guest, wait_for_drivers};
 use crate::cache::KubeVirt;
 use crate::ceph::Engine;
 use crate::cluster;
+use crate::drivers;
 use crate::host::Host;
 use crate::kubevirt::{self, Node, VmManager};
 use crate::run::Run;
@@ -15,7 +16,7 @@ use crate::vm;
 use crate::vm::network::{Forwarded, Machine};
 
 impl UpOptions {
-    /// A lab with KubeVirt has neither the storage infra nor Nestor's controllers.
+    /// A lab with KubeVirt has neither the storage infra nor the components that need it.
     pub(super) fn check(&self) -> Result<()> {
         let has_more = self.deployed
             || self.cluster_api
@@ -25,14 +26,14 @@ impl UpOptions {
             || self.engine != Engine::default();
         ensure!(
             self.vm_manager == VmManager::Libvirt || !has_more,
-            "a lab with --vm-manager kubevirt has no storage infra and no controllers of Nestor: leave out \
+            "a lab with --vm-manager kubevirt has no storage infra, and one gc-csi controller of each guest: leave out \
              --deployed, --cluster-api, --replicas, --infra-servers, --hosts and --engine"
         );
         Ok(())
     }
 }
 
-/// Starts the clusters, KubeVirt in the management cluster, and the VMs.
+/// Starts the clusters, KubeVirt in the management cluster, the VMs, and the guests' gc-csi.
 pub(super) async fn start(ui: &Ui, run: &Run, built: &Built, kubevirt: &KubeVirt, plan: &Plan) -> Result<()> {
     let node = Node::plan()?;
     connect(run, &node, plan).await?;
@@ -41,6 +42,7 @@ pub(super) async fn start(ui: &Ui, run: &Run, built: &Built, kubevirt: &KubeVirt
         let step = ui.step("management control plane");
         plan.management.start(run, &built.tools).await?;
         cluster::apply_snapshot_api(&plan.management.cluster, &built.snapshot_definitions).await?;
+        cluster::prepare_management_roles(&plan.management.cluster).await?;
         step.done();
         kubevirt::start(ui, run, kubevirt, &node, &plan.management, is_emulated).await
     };
@@ -54,7 +56,22 @@ pub(super) async fn start(ui: &Ui, run: &Run, built: &Built, kubevirt: &KubeVirt
         let vms = plan.vms.iter().filter(|(_, machine)| machine.guest == guest.cluster.name);
         kubevirt::boot(run, &guest, &planned.plane, vms).await?;
     }
-    join_nodes(ui, run, plan).await
+    start_drivers(ui, run, plan).await?;
+    join_nodes(ui, run, plan).await?;
+    wait_for_drivers(run, plan).await
+}
+
+/// Starts gc-csi of each guest, with the rights of its account on the VMs.
+async fn start_drivers(ui: &Ui, run: &Run, plan: &Plan) -> Result<()> {
+    let step = ui.step("gc-csi and csi-attacher");
+    let state = run.state()?;
+    for (name, guest) in &state.guests {
+        cluster::prepare_guest_namespace(&plan.management.cluster, guest).await?;
+        cluster::prepare_guest_kubevirt(&plan.management.cluster, guest).await?;
+        drivers::start_kubevirt_guest(run, &state, name).await?;
+    }
+    step.done();
+    Ok(())
 }
 
 /// Connects the node with the API server of the management cluster, VMs with that of their guest, and the host with kubelets.

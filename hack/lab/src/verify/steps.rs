@@ -137,7 +137,7 @@ pub(super) enum Kind {
     Pods,
     /// Cluster API makes the VMs.
     ClusterApi,
-    /// KubeVirt makes the VMs; of Nestor, only the node plugin runs.
+    /// KubeVirt makes the VMs; of Nestor, only gc-csi runs.
     KubeVirt,
     /// Two storage-infra servers, and no VMs.
     InfraServers,

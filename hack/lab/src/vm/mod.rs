@@ -30,15 +30,20 @@ const KUBELET: &str = include_str!("../../image/kubelet.yaml");
 /// Arguments of gc-csi-node, one per line. It reads its own Node with the kubelet's credentials.
 const PLUGIN_ARGS: &str = "--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
 --node-name=${NAME}
---topology
 --guest-kubeconfig=/config/kubeconfig
 ";
+const TOPOLOGY: &str = "--topology\n";
 
 /// What a VM runs beside containerd and kubelet.
 #[derive(Debug, Clone, Copy)]
 pub enum Payload<'a> {
-    /// This gc-csi-node, which the VM's init starts.
-    Plugin(&'a Path),
+    /// gc-csi-node, which the VM's init starts.
+    Plugin {
+        /// The program.
+        program: &'a Path,
+        /// Whether it waits for the zone of its Node, which gc-csi takes from the VM.
+        topology: bool,
+    },
     /// Pods with the images on this disk. They reach the API server at this port of the host.
     Pods {
         /// An ext4 filesystem with the folder of a containerd.
@@ -52,7 +57,7 @@ impl Payload<'_> {
     /// MiB of memory. Controllers with their sidecars take up to 700 MiB.
     fn memory(self) -> u32 {
         match self {
-            Self::Plugin(_) => 1024,
+            Self::Plugin { .. } => 1024,
             Self::Pods { .. } => 2560,
         }
     }
@@ -299,8 +304,9 @@ pub(crate) async fn config_disk(
     let settings = KUBELET.replace("${PORT}", &vm.kubelet_port.to_string());
     write_private(&files.join("kubelet.yaml"), &settings.replace("${PROVIDER_ID}", &provider_id(vm)))?;
     kubelet.serving.write(&files, "kubelet")?;
-    if let Payload::Plugin(program) = payload {
-        write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;
+    if let Payload::Plugin { program, topology } = payload {
+        let args = PLUGIN_ARGS.replace("${NAME}", name) + if topology { TOPOLOGY } else { "" };
+        write_private(&files.join("plugin.args"), &args)?;
         run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(program)).await?;
     }
     let disk = dir.join("config.raw");

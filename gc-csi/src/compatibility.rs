@@ -43,8 +43,8 @@ impl PvRequirements {
 pub(crate) struct ClaimProperties {
     /// Capacity in bytes; None before it is bound.
     pub(crate) capacity: Option<u64>,
-    /// Whether it is a raw block volume.
-    pub(crate) block: bool,
+    /// Whether it is a raw block volume; None if volumes of both modes can use it.
+    pub(crate) block: Option<bool>,
     /// Access modes, as Kubernetes names them.
     pub(crate) modes: Vec<String>,
     /// Whether it is shared read-only with this guest.
@@ -106,11 +106,13 @@ pub(crate) fn check(
     let differs = |says: String, has: String, remedy| {
         Err(Incompatible::Differs(format!("{volume} {says}"), claim.to_owned(), has, remedy))
     };
-    if requirements.block != claim_properties.block {
+    if let Some(block) = claim_properties.block
+        && requirements.block != block
+    {
         let mode = |block| if block { "Block" } else { "Filesystem" };
         return differs(
             format!("has volumeMode {}", mode(requirements.block)),
-            format!("has {}", mode(claim_properties.block)),
+            format!("has {}", mode(block)),
             "recreate the volume with the claim's volumeMode",
         );
     }
@@ -177,7 +179,8 @@ mod tests {
 
     fn claim_properties(gibibytes: u64, modes: &[&str]) -> ClaimProperties {
         let modes = modes.iter().map(|mode| (*mode).to_owned()).collect();
-        ClaimProperties { capacity: Some(gibibytes << 30), modes, ..ClaimProperties::default() }
+        let block = Some(false);
+        ClaimProperties { capacity: Some(gibibytes << 30), modes, block, ..ClaimProperties::default() }
     }
 
     fn finding(requirements: &PvRequirements, claim_properties: Option<&ClaimProperties>) -> String {
@@ -217,6 +220,9 @@ mod tests {
         );
         let block = PvRequirements { block: true, ..requirements(1, &["ReadWriteOnce"]) };
         assert!(finding(&block, Some(&one)).contains("volumeMode Block"));
+        let any = ClaimProperties { block: None, ..one.clone() };
+        assert_eq!(finding(&block, Some(&any)), "");
+        assert_eq!(finding(&PvRequirements { block: false, ..block.clone() }, Some(&any)), "");
         for mode in ["ReadOnlyMany", "ReadWriteMany"] {
             assert!(finding(&requirements(1, &["ReadWriteOnce", mode]), Some(&one)).contains(mode), "{mode}");
         }

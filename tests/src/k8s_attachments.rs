@@ -18,7 +18,8 @@ pub struct K8sAttachments {
 }
 
 impl K8sAttachments {
-    pub(crate) fn new(client: &Client, test: &str) -> Self {
+    /// Those of a test, which are labelled with its name.
+    pub fn new(client: &Client, test: &str) -> Self {
         Self { api: Api::all(client.clone()), test: test.to_owned() }
     }
 

@@ -45,7 +45,7 @@ pub mod prometheus;
 pub mod records;
 mod scenario;
 mod scheduled;
-mod script;
+pub mod script;
 mod second_guest;
 mod sizes;
 mod snapshots;

@@ -81,9 +81,14 @@ impl Script {
     }
 
     /// Adds a volume as a block device.
-    pub fn device(mut self, volume: &Volume, path: &str) -> Self {
-        self.volume(&volume.claim, false);
-        self.add("volumeDevices", json!({"name": volume.claim, "devicePath": path}));
+    pub fn device(self, volume: &Volume, path: &str) -> Self {
+        self.device_claim(&volume.claim, path)
+    }
+
+    /// Adds the volume of a claim as a block device.
+    pub fn device_claim(mut self, claim: &str, path: &str) -> Self {
+        self.volume(claim, false);
+        self.add("volumeDevices", json!({"name": claim, "devicePath": path}));
         self
     }
 
@@ -99,7 +104,8 @@ impl Script {
         self
     }
 
-    pub(crate) fn pod(self) -> Result<Pod> {
+    /// The pod's manifest.
+    pub fn pod(self) -> Result<Pod> {
         let (mut spec, mut container) = (self.pod, self.container);
         container["name"] = json!("script");
         container["image"] = json!(IMAGE);
@@ -122,7 +128,7 @@ pub(crate) fn phase(pod: Option<&Pod>) -> Option<&str> {
 }
 
 /// The termination message of the pod's container.
-pub(crate) fn termination_message(pod: &Pod) -> Option<String> {
+pub fn termination_message(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?.container_statuses.as_ref()?.first()?;
     let ended = status.state.as_ref()?.terminated.as_ref()?;
     ended.message.as_ref().map(|message| message.trim().to_owned())

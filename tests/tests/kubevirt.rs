@@ -1,8 +1,12 @@
 //! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
+mod holders;
+mod pods;
+
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use crds::names::{ANNOTATION_ATTACHED_TO, LABEL_CLUSTER_ID};
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
@@ -21,6 +25,7 @@ struct Clusters {
     management: Client,
     /// The guest's namespace in the management cluster.
     namespace: String,
+    lab: Lab,
 }
 
 impl Clusters {
@@ -30,6 +35,7 @@ impl Clusters {
             guest: lab.guest(GUEST).await?,
             management: lab.management().await?,
             namespace: lab.guest_namespace(GUEST)?,
+            lab,
         })
     }
 
@@ -40,6 +46,17 @@ impl Clusters {
 
     async fn nodes(&self) -> Result<Vec<Node>> {
         Ok(Api::all(self.guest.clone()).list(&ListParams::default()).await?.items)
+    }
+
+    /// The names of two nodes.
+    async fn two_nodes(&self) -> Result<[String; 2]> {
+        let names: Vec<String> = self.nodes().await?.iter().take(2).map(Node::name_any).collect();
+        names.try_into().map_err(|names| anyhow!("the guest has only the nodes {names:?}"))
+    }
+
+    /// Claims of the guest in the management cluster.
+    fn claims(&self) -> Api<PersistentVolumeClaim> {
+        Api::namespaced(self.management.clone(), &self.namespace)
     }
 
     fn pods(&self) -> Api<Pod> {
@@ -133,6 +150,7 @@ async fn nodes_are_virtual_machines_of_kubevirt_and_run_pods() -> Result<()> {
 /// A sparse file behind a loop device.
 struct LoopDevice {
     device: String,
+    file: PathBuf,
     _folder: tempfile::TempDir,
 }
 
@@ -142,7 +160,7 @@ impl LoopDevice {
         let file: PathBuf = folder.path().join("disk");
         std::fs::File::create(&file)?.set_len(64 << 20)?;
         let device = run_helper(command("losetup", ["--find", "--show"]).arg(&file)).await?;
-        Ok(Self { device: device.trim().to_owned(), _folder: folder })
+        Ok(Self { device: device.trim().to_owned(), file, _folder: folder })
     }
 
     async fn remove(self) -> Result<()> {
@@ -151,7 +169,7 @@ impl LoopDevice {
 }
 
 /// A claim in the guest's namespace that is bound to a device of the node.
-async fn claim(clusters: &Clusters, name: &str, device: &Path) -> Result<()> {
+async fn claim(clusters: &Clusters, name: &str, device: &Path, labels: Value) -> Result<()> {
     let size = json!({"storage": "64Mi"});
     let nodes: Vec<Node> = Api::all(clusters.management.clone()).list(&ListParams::default()).await?.items;
     let node = nodes.first().context("the management cluster has no node")?.name_any();
@@ -166,7 +184,7 @@ async fn claim(clusters: &Clusters, name: &str, device: &Path) -> Result<()> {
         },
     });
     let claim = json!({
-        "metadata": {"name": name},
+        "metadata": {"name": name, "labels": labels},
         "spec": {
             "accessModes": ["ReadWriteOnce"], "volumeMode": "Block", "storageClassName": "none", "volumeName": name,
             "resources": {"requests": size},
@@ -174,22 +192,46 @@ async fn claim(clusters: &Clusters, name: &str, device: &Path) -> Result<()> {
     });
     let volumes: Api<PersistentVolume> = Api::all(clusters.management.clone());
     volumes.create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
-    let claims: Api<PersistentVolumeClaim> =
-        Api::namespaced(clusters.management.clone(), &clusters.namespace);
-    claims.create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
+    clusters.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
     Ok(())
 }
 
 async fn remove_claim(clusters: &Clusters, name: &str) -> Result<()> {
-    let claims: Api<PersistentVolumeClaim> =
-        Api::namespaced(clusters.management.clone(), &clusters.namespace);
-    claims.delete(name, &DeleteParams::default()).await?;
+    clusters.claims().delete(name, &DeleteParams::default()).await?;
     let volumes: Api<PersistentVolume> = Api::all(clusters.management.clone());
     volumes.delete(name, &DeleteParams::default()).await?;
     eventually("the volume is gone", PATIENCE, || async {
         Ok(volumes.get_opt(name).await?.is_none().then_some(()).ok_or_else(|| name.to_owned()))
     })
     .await
+}
+
+/// A claim of the guest that is bound to a loop device.
+struct Disk {
+    /// Name of the claim, and of the guest's objects for it.
+    name: String,
+    device: LoopDevice,
+}
+
+impl Disk {
+    async fn create(clusters: &Clusters) -> Result<Self> {
+        let (name, device) = (unique("disk"), LoopDevice::create().await?);
+        let labels = json!({LABEL_CLUSTER_ID: clusters.lab.cluster_id(GUEST)?});
+        claim(clusters, &name, Path::new(&device.device), labels).await?;
+        Ok(Self { name, device })
+    }
+
+    async fn remove(self, clusters: &Clusters) -> Result<()> {
+        remove_claim(clusters, &self.name).await?;
+        self.device.remove().await
+    }
+
+    /// The record on the claim of which VM may have the disk.
+    async fn holder(&self, clusters: &Clusters) -> Result<Option<Value>> {
+        let claim = clusters.claims().get(&self.name).await?;
+        let record = claim.annotations().get(ANNOTATION_ATTACHED_TO).map(|text| serde_json::from_str(text));
+        Ok(record.transpose()?)
+    }
 }
 
 async fn plug_and_unplug(clusters: &Clusters, vm: &str, volume: &str) -> Result<()> {
@@ -226,11 +268,12 @@ async fn plug_and_unplug(clusters: &Clusters, vm: &str, volume: &str) -> Result<
 
 #[tokio::test]
 async fn the_disk_of_a_claim_is_plugged_into_a_running_vm_and_has_its_serial() -> Result<()> {
+    let _alone = tests::alone().await;
     let clusters = Clusters::open().await?;
     let vm = clusters.nodes().await?.first().context("the guest has no nodes")?.name_any();
     let device = LoopDevice::create().await?;
     let name = unique("disk");
-    claim(&clusters, &name, Path::new(&device.device)).await?;
+    claim(&clusters, &name, Path::new(&device.device), json!({})).await?;
     let outcome = plug_and_unplug(&clusters, &vm, &name).await;
     remove_claim(&clusters, &name).await?;
     device.remove().await?;

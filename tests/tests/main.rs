@@ -40,7 +40,6 @@ mod infra_crash;
 mod infra_ha;
 mod kubernetes_versions;
 mod kubevirt;
-mod kubevirt_requests;
 mod late_removal;
 mod legacy;
 mod limits;

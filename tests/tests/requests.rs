@@ -7,7 +7,7 @@ use anyhow::Result;
 use kube::ResourceExt;
 use kube::api::DeleteParams;
 use lab::LoopNode;
-use lab::audit::{Entry, Mark};
+use lab::audit::{Audit, Entry, Mark};
 use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 
 /// Our components, by the prefix of their user agents.
@@ -199,7 +199,11 @@ async fn is_only_request(s: &Scenario, mark: Mark, request: &str) -> Result<Mark
 /// The requests of our components since `mark`, once no more arrive: an unexpected write may arrive after the end of a
 /// call.
 pub(crate) async fn requests_since(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
-    let audit = s.lab.audit()?;
+    settled_requests(&s.lab.audit()?, mark).await
+}
+
+/// The requests of our components after a mark, once there are no more.
+pub(crate) async fn settled_requests(audit: &Audit, mark: Mark) -> Result<Vec<Entry>> {
     let mut count = usize::MAX;
     let mut unchanged = 0;
     eventually("no more requests of our components", PATIENCE, || {

@@ -108,8 +108,8 @@ impl Management {
         let ChangeHandlers { vm_changed, claim_changed, snapshot_changed } = handlers;
         let namespace = identity.namespace.as_str();
         let classes = Classes::start(client, optional.attributes_classes, ready, stop);
-        let claims = Claims::start(client, identity.clone(), ready, stop, claim_changed);
         let vms = VirtualMachines::start(client, &identity, vm_api, ready, stop, vm_changed);
+        let claims = Claims::start(client, identity.clone(), vms.vm_api(), ready, stop, claim_changed);
         let consumers = Consumers::new(identity.clone(), claims.clone());
         let snapshots = optional.snapshots.then(|| {
             let of = (claims.clone(), owner.clone());

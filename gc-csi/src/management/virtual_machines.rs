@@ -107,7 +107,7 @@ impl VirtualMachines {
     }
 
     /// The API that VMs are changed through.
-    pub(super) fn vm_api(&self) -> VmApi {
+    pub(crate) fn vm_api(&self) -> VmApi {
         match self.objects {
             Objects::VmOperator(_) => VmApi::VmOperator,
             Objects::KubeVirt(_) => VmApi::KubeVirt,

@@ -25,6 +25,12 @@ impl VmApi {
         self == Self::KubeVirt
     }
 
+    /// Whether the claim of a volume has the volume's volumeMode. KubeVirt gives a VM a block device for each claim: the mode says
+    /// whether that is the claim's device, or a disk image in the claim's filesystem, which would have to be there already.
+    pub fn keeps_volume_mode(self) -> bool {
+        self == Self::VmOperator
+    }
+
     /// Operations that remove the entries at these indices, in descending order, so that no removal shifts the index of the next
     /// one. Each tests that the index has the planned entry.
     pub(super) fn removals(self, vm: &Vm, removed: &[usize]) -> Vec<PatchOperation> {

@@ -16,7 +16,7 @@ impl Claims {
     ) -> Result<(), Incompatible> {
         let claim_properties = self.usable(name).map(|(claim, relation)| ClaimProperties {
             capacity: claim.status.capacity,
-            block: is_block(&claim),
+            block: self.vm_api.keeps_volume_mode().then(|| is_block(&claim)),
             modes: claim.spec.access_modes.clone(),
             read_only: relation == Relation::Shared { read_only: true },
             volume: bound_to(&claim),

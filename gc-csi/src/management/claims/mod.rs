@@ -27,6 +27,7 @@ use super::error::ApiError;
 use super::identity::{GuestIdentity, Relation};
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
 use super::warnings::Warnings;
+use crate::vm_volumes::VmApi;
 use crds::names::ClaimName;
 
 pub(crate) use expand::ExpandError;
@@ -44,6 +45,7 @@ pub(crate) struct Claims {
     api: Api<PersistentVolumeClaim>,
     informer: Informer<PersistentVolumeClaim>,
     warnings: Warnings,
+    vm_api: VmApi,
 }
 
 impl Claims {
@@ -51,6 +53,7 @@ impl Claims {
     pub(super) fn start(
         client: &Client,
         identity: GuestIdentity,
+        vm_api: VmApi,
         ready: &Health,
         stop: &CancellationToken,
         changed: ChangeHandler<PersistentVolumeClaim>,
@@ -62,7 +65,7 @@ impl Claims {
             .start(ready.check("watch of management PersistentVolumeClaims", "not synced yet"), stop.clone());
         let check = ready.check("watch of warnings about management claims", "not synced yet");
         let warnings = Warnings::start(client, &identity.namespace, informer.clone(), check, stop);
-        Self { identity, api, informer, warnings }
+        Self { identity, api, informer, warnings, vm_api }
     }
 
     /// Waits for the first list.

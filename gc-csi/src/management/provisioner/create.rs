@@ -252,8 +252,9 @@ impl Provisioner {
                 self.claims
                     .check_pins(name, &claim, &request.source_volumes)
                     .map_err(CreateError::SourceReplaced)?;
-                if is_block(&claim) != request.block {
-                    let (has, request) = (volume_mode(!request.block), volume_mode(request.block));
+                let block = self.is_block(request);
+                if is_block(&claim) != block {
+                    let (has, request) = (volume_mode(!block), volume_mode(block));
                     return Err(CreateError::SourceMode { origin: origin(), has, request });
                 }
                 // The management cluster's csi-provisioner compares the requested size.
@@ -330,7 +331,7 @@ impl Provisioner {
             spec: Some(v1::PersistentVolumeClaimSpec {
                 access_modes: Some(request.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
                 storage_class_name: Some(request.class.clone()),
-                volume_mode: Some(volume_mode(request.block).to_owned()),
+                volume_mode: Some(volume_mode(self.is_block(request)).to_owned()),
                 data_source: request.source.as_ref().map(Source::reference),
                 volume_attributes_class_name: request.attributes_class.clone(),
                 resources: Some(VolumeResourceRequirements { requests: Some(requests.into()), limits: None }),
@@ -338,6 +339,11 @@ impl Provisioner {
             }),
             status: None,
         }
+    }
+
+    /// Whether the claim is for a raw block volume.
+    fn is_block(&self, request: &NewClaim) -> bool {
+        request.block || !self.vms.vm_api().keeps_volume_mode()
     }
 
     /// Compares an existing claim with the request; the error names the difference.
@@ -360,8 +366,9 @@ impl Provisioner {
             return Err(format!("its StorageClass is {class:?}, not {:?}", request.class));
         }
         let mode = spec.volume_mode.as_deref().unwrap_or("Filesystem");
-        if mode != volume_mode(request.block) {
-            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(request.block)));
+        let wanted_mode = volume_mode(self.is_block(request));
+        if mode != wanted_mode {
+            return Err(format!("its volumeMode is {mode}, not {wanted_mode}"));
         }
         let mut modes: Vec<&str> = spec.access_modes.iter().map(String::as_str).collect();
         let mut wanted_modes = request.access_modes.clone();

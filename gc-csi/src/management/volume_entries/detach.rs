@@ -80,7 +80,8 @@ pub(crate) enum DetachError {
     },
     /// The VM is gone, but nothing proves that it is off.
     #[error(
-        "VirtualMachine {vm_name} is gone, but its instance or a pod virt-launcher of it is left, so it may still run with volume          {claim}: the detach completes when both are gone; if their host is lost, fence it, and then delete them"
+        "VirtualMachine {vm_name} is gone, but its instance or a pod virt-launcher of it is left, so it may still run with volume \
+         {claim}: the detach completes when both are gone; if their host is lost, fence it, and then delete them"
     )]
     NotOff {
         /// Name of the management claim.

@@ -11,7 +11,7 @@ use kube_kit::partial::Node;
 use uuid::Uuid;
 
 use crate::reconcile::taints::{is_out_of_service, is_own};
-use crate::vm_volumes::Vm;
+use crate::vm_volumes::{Vm, VmApi};
 
 /// When gc-csi taints a Node by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -47,6 +47,7 @@ pub(super) struct Facts<'a> {
     pub(super) vm: Option<&'a Vm>,
     /// Whether that is another guest's.
     pub(super) is_other_guests: bool,
+    pub(super) vm_api: VmApi,
     pub(super) proof: Proof,
 }
 
@@ -69,6 +70,7 @@ pub(super) enum Obstacle {
     OtherGuests,
     OtherUuid,
     NotProven,
+    NoProver,
     Stale,
     OtherClock,
 }
@@ -88,6 +90,7 @@ impl fmt::Display for Obstacle {
             Self::NotProven => {
                 "the storage infra has not proven that its VM is off: the VM runs, is saved, cannot be inspected, or had no volume"
             }
+            Self::NoProver => "with KubeVirt, nothing proves that its VM is off",
             Self::Stale => {
                 "the proof that its VM is off is no longer renewed; ask the platform team whether mgmt-csi runs and reaches the \
                  storage infra"
@@ -137,6 +140,7 @@ fn obstacle(facts: &Facts<'_>) -> Option<Obstacle> {
         return Some(Obstacle::OtherGuests);
     }
     match facts.proof {
+        Proof::None if facts.vm_api == VmApi::KubeVirt => Some(Obstacle::NoProver),
         Proof::None => Some(Obstacle::NotProven),
         Proof::Stale => Some(Obstacle::Stale),
         Proof::OtherClock => Some(Obstacle::OtherClock),

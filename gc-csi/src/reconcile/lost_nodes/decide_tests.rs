@@ -37,7 +37,15 @@ fn running() -> Vm {
 }
 
 fn facts<'a>(node: &'a Node, vm: &'a Vm, proof: Proof) -> Facts<'a> {
-    Facts { policy: TaintPolicy::Proven, node, vm: Some(vm), is_other_guests: false, proof }
+    let (policy, vm_api) = (TaintPolicy::Proven, VmApi::VmOperator);
+    Facts { policy, node, vm: Some(vm), is_other_guests: false, vm_api, proof }
+}
+
+#[test]
+fn with_kubevirt_a_lost_node_is_left_to_people() {
+    let (node, off) = (node(Some("Unknown"), Vec::new()), off());
+    let facts = Facts { vm_api: VmApi::KubeVirt, ..facts(&node, &off, Proof::None) };
+    assert_eq!(decide(&facts), Decision::Report(Obstacle::NoProver));
 }
 
 #[test]

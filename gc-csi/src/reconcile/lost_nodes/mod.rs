@@ -89,6 +89,7 @@ impl LostNodes {
             node,
             vm,
             is_other_guests: vm.is_some_and(|vm| self.vms.is_other_guests(vm)),
+            vm_api: self.vms.vm_api(),
             proof: vm.map_or(decide::Proof::None, |vm| self.proofs.of(name, vm).0),
         })
     }

@@ -102,6 +102,27 @@ fn late_attach(rules: Rules, rest: &[Action]) -> State {
     state
 }
 
+/// The late attach has planned its PATCH when the detach changes the VM.
+const DETACHED_MEANWHILE: [Action; 7] = {
+    use Action::*;
+    [
+        GcContinues(0, 0),
+        GcContinues(0, 0),
+        AttacherCalls(0, 1),
+        GcContinues(0, 1),
+        GcContinues(0, 1),
+        GcSeesVm(0, 1),
+        GcContinues(0, 1),
+    ]
+};
+
+/// Both VMs have the disk after these steps if a rule is left out, and only then.
+fn only_without_the_rule(steps: &[Action], broken: Rules) {
+    let both_have_it = |rules| late_attach(rules, steps).vms.iter().all(|vm| vm.plugged);
+    assert!(!both_have_it(Rules::ALL));
+    assert!(both_have_it(broken));
+}
+
 /// VM 1 attaches the disk, and both VMs handle what they are asked for.
 fn then_vm_1_attaches() -> Vec<Action> {
     use Action::*;
@@ -118,42 +139,27 @@ fn then_vm_1_attaches() -> Vec<Action> {
 #[test]
 fn the_model_detects_a_return_of_a_claim_that_was_taken_again() {
     use Action::*;
-    let attach = [GcContinues(0, 0), GcContinues(0, 0)];
     // The detach reads the record and changes the VM; then the attach conflicts, takes the claim again and adds the entry.
-    let detach =
-        [AttacherCalls(0, 1), GcContinues(0, 1), GcContinues(0, 1), GcSeesVm(0, 1), GcContinues(0, 1)];
     let again = [GcContinues(0, 0), GcContinues(0, 0), GcContinues(0, 0), GcContinues(0, 1)];
-    let steps = [&attach[..], &detach, &again, &then_vm_1_attaches()].concat();
-    let is_wrong = |rules| late_attach(rules, &steps).vms.iter().all(|vm| vm.plugged);
-    assert!(!is_wrong(Rules::ALL));
-    assert!(is_wrong(Rules { give_back_what_was_read: false, ..Rules::ALL }));
+    let steps = [&DETACHED_MEANWHILE[..], &again, &then_vm_1_attaches()].concat();
+    only_without_the_rule(&steps, Rules { give_back_what_was_read: false, ..Rules::ALL });
 }
 
 #[test]
 fn the_model_detects_a_repeated_patch_without_a_take() {
     use Action::*;
-    let attach = [GcContinues(0, 0), GcContinues(0, 0)];
     // The detach changes the VM and gives the claim back; then the PATCH of the attach conflicts, and is repeated.
-    let detach =
-        [AttacherCalls(0, 1), GcContinues(0, 1), GcContinues(0, 1), GcSeesVm(0, 1), GcContinues(0, 1)];
     let again = [GcContinues(0, 0), GcContinues(0, 1)];
-    let mut steps = [&attach[..], &detach, &again, &then_vm_1_attaches()].concat();
+    let mut steps = [&DETACHED_MEANWHILE[..], &again, &then_vm_1_attaches()].concat();
     steps.extend([GcContinues(0, 0), GcContinues(0, 0), ControllerSees(0), ControllerSyncs(0), Plugs(0)]);
-    let is_wrong = |rules| late_attach(rules, &steps).vms.iter().all(|vm| vm.plugged);
-    assert!(!is_wrong(Rules::ALL));
-    assert!(is_wrong(Rules { take_again: false, ..Rules::ALL }));
+    only_without_the_rule(&steps, Rules { take_again: false, ..Rules::ALL });
 }
 
 #[test]
 fn the_model_detects_additions_that_outlive_the_return_of_the_claim() {
     use Action::*;
-    let attach = [GcContinues(0, 0), GcContinues(0, 0)];
     // The detach finds no entry and gives the claim back; then the PATCH of the attach arrives.
-    let detach =
-        [AttacherCalls(0, 1), GcContinues(0, 1), GcContinues(0, 1), GcSeesVm(0, 1), GcContinues(0, 1)];
-    let mut steps = [&attach[..], &detach, &[GcContinues(0, 1)], &then_vm_1_attaches()].concat();
+    let mut steps = [&DETACHED_MEANWHILE[..], &[GcContinues(0, 1)], &then_vm_1_attaches()].concat();
     steps.extend([GcContinues(0, 0), ControllerSees(0), ControllerSyncs(0), Plugs(0)]);
-    let is_wrong = |rules| late_attach(rules, &steps).vms.iter().all(|vm| vm.plugged);
-    assert!(!is_wrong(Rules::ALL));
-    assert!(is_wrong(Rules { outdate_additions: false, ..Rules::ALL }));
+    only_without_the_rule(&steps, Rules { outdate_additions: false, ..Rules::ALL });
 }

@@ -1,5 +1,7 @@
 //! State of the model. Every write of an object gets the next version of one sequence, as in an API server.
 
+pub use crate::state::Kind;
+
 /// Index of a VM.
 pub type VmIndex = usize;
 /// Index of a replica of gc-csi.
@@ -118,15 +120,6 @@ pub struct Seen {
     pub vm: Vm,
     /// The instance.
     pub instance: Option<Instance>,
-}
-
-/// Kind of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
-    /// ControllerPublishVolume.
-    Publish,
-    /// ControllerUnpublishVolume.
-    Unpublish,
 }
 
 /// Who waits for the result of a call.

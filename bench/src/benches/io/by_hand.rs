@@ -23,15 +23,6 @@ const TARGET: u32 = 200;
 pub(super) struct Driver(Vec<(String, String)>);
 
 impl Driver {
-    /// The best that is known for a disk on a filesystem or in Ceph.
-    pub(super) fn best() -> Self {
-        Self(
-            [("cache", "none"), ("io", "threads"), ("discard", "unmap")]
-                .map(|(k, v)| (k.into(), v.into()))
-                .into(),
-        )
-    }
-
     /// What it adds to the name of a case, if there are several.
     pub(super) fn case(&self, count: usize) -> String {
         if count < 2 { String::new() } else { format!(" against {self}") }

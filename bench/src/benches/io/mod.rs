@@ -24,9 +24,12 @@ pub struct Options {
     /// Seconds of each measurement.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=600))]
     seconds: u32,
-    /// Attributes of `<driver>` of the disk that is attached by hand, as in cache=none,io=native. Repeatable. [default: the
-    /// best that is known]
-    #[arg(long = "by-hand", value_name = "NAME=VALUE,...")]
+    /// Attributes of `<driver>` of the disk that is attached by hand, as in cache=none,io=native. Repeatable.
+    #[arg(
+        long = "by-hand",
+        value_name = "NAME=VALUE,...",
+        default_value = "cache=none,io=threads,discard=unmap"
+    )]
     drivers: Vec<Driver>,
 }
 
@@ -43,13 +46,9 @@ async fn measure(pods: &Arc<PodScenario>, report: &Report, work: &Work, options:
         Script::new("holder", vm, "trap exit TERM; sleep 100000 & wait").device(&volume, "/dev/data");
     let holder = pods.start(holder).await?;
     pods.running(&holder).await?;
-    let drivers = match options.drivers.is_empty() {
-        true => vec![Driver::best()],
-        false => options.drivers.clone(),
-    };
     let tools = ByHand::with_fio(pods.scenario(), vm).await?;
-    for driver in drivers {
-        let other = ByHand::like(pods.scenario(), vm, &volume, &driver).await?;
+    for driver in &options.drivers {
+        let other = ByHand::like(pods.scenario(), vm, &volume, driver).await?;
         let bench = Bench { pods, volume: &volume, tools: &tools, other: &other, seconds: options.seconds };
         let measured = bench.rounds(work).await;
         other.detach().await?;

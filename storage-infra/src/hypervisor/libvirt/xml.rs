@@ -7,8 +7,7 @@ use uuid::Uuid;
 
 use crate::hypervisor::{CephClient, Disk, DiskLocation, DiskSource, RbdImage, RbdSource};
 
-/// How QEMU reads and writes a file, if its volume does not say: in `cargo lab bench io`, no other mode was faster in most cases, and
-/// this one never blocks QEMU's main loop.
+/// How QEMU reads and writes a file, if its volume does not say: as QEMU does by default. It never blocks QEMU's main loop.
 const DEFAULT_IO: DiskIo = DiskIo::Threads;
 
 /// Number of targets used per virtio-scsi controller; one LUN each.

@@ -8,7 +8,7 @@ use anyhow::Result;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, fairness, idle, io, lifecycle, memory, pod,
+    attach, blocked, burst, copy, create, delete, extents, fairness, idle, io, lifecycle, memory, pod, rbd,
     recovery, retry, scale, sustain, trace, tracing,
 };
 use bench::instant::Backend;
@@ -119,6 +119,8 @@ enum Bench {
         #[command(flatten)]
         options: io::Options,
     },
+    /// Volumes that are images in Ceph: create, attach to a virtual machine and detach, compared with files.
+    Rbd(Work),
     /// From the start of a process until it is ready, and from an API server's return until all watches are back.
     Recovery {
         #[command(flatten)]
@@ -173,6 +175,7 @@ impl Bench {
             Self::Memory { .. } => "memory",
             Self::Pod { .. } => "pod",
             Self::Io { .. } => "io",
+            Self::Rbd(_) => "rbd",
             Self::Recovery { .. } => "recovery",
             Self::Fairness(_) => "fairness",
             Self::Extents { .. } => "extents",
@@ -211,6 +214,7 @@ impl Bench {
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Pod { work, options } => pod::run(report, work, options).await,
             Self::Io { work, options } => io::run(report, work, options).await,
+            Self::Rbd(work) => rbd::run(report, work).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
             Self::Fairness(load) => fairness::run(report, load).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,

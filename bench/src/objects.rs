@@ -22,6 +22,7 @@ pub(crate) const BATCH: usize = 250;
 pub(crate) struct Claims {
     api: Api<PersistentVolumeClaim>,
     label: String,
+    class: String,
     claims: Observed,
     volumes: Observed,
 }
@@ -47,8 +48,13 @@ fn elapsed(starts: impl Iterator<Item = Instant>, ends: Vec<Instant>) -> Vec<Dur
 }
 
 impl Claims {
-    /// Watches claims with the bench's label.
+    /// Watches claims with the bench's label, of the class of the lab.
     pub(crate) fn watch(client: &Client, namespace: &str, label: &str) -> Self {
+        Self::of_class(client, namespace, label, "nestor")
+    }
+
+    /// Watches claims with the bench's label; new ones have this class.
+    pub(crate) fn of_class(client: &Client, namespace: &str, label: &str, class: &str) -> Self {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), namespace);
         let own = Config::default().labels(&format!("bench={label}"));
         let claims = Observed::watch(api.clone(), own, |claim: &PersistentVolumeClaim| {
@@ -56,7 +62,7 @@ impl Claims {
         });
         let volumes =
             Observed::watch(Api::<PersistentVolume>::all(client.clone()), Config::default(), |_| true);
-        Self { api, label: label.to_owned(), claims, volumes }
+        Self { api, label: label.to_owned(), class: class.to_owned(), claims, volumes }
     }
 
     /// Creates `count` claims concurrently.
@@ -65,7 +71,7 @@ impl Claims {
             let claim = serde_json::from_value(json!({
                 "metadata": {"name": unique("bench"), "labels": {"bench": self.label}},
                 "spec": {
-                    "accessModes": ["ReadWriteOnce"], "storageClassName": "nestor",
+                    "accessModes": ["ReadWriteOnce"], "storageClassName": self.class,
                     "resources": {"requests": {"storage": "1Mi"}},
                 },
             }))?;

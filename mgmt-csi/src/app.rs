@@ -12,11 +12,13 @@ use csi::proto::plugin_capability::service::Type as Service;
 use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::self_check::SocketCheck;
 use csi::server::{self, EndpointArgs};
+use futures::FutureExt;
 use infra_api::InfraArgs;
 use kube_kit::client::{KubeconfigArgs, wait_until_reachable};
 use kube_kit::health::Health;
 use kube_kit::http::{self, HttpArgs};
 use kube_kit::lease::LeaseArgs;
+use process_kit::concurrent;
 use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -166,12 +168,20 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                 let claims = claims.run(&shared, stop.clone());
                 let owners = owners.run(&*infra, stop.clone());
                 let credentials = credentials.run(stop.clone());
-                let guests =
-                    async { tokio::join!(attachments.record_guests(), budgets.run(), owners, credentials) };
-                let publish = async { tokio::join!(publish, pools.run()) };
                 let adoptions = adoptions.run(&shared, stop.clone());
                 let nodes = nodes.run(&context, stop.clone());
-                tokio::join!(attach, claims, publish, guests, nodes, adoptions);
+                let others = concurrent::all([
+                    claims.boxed(),
+                    publish.boxed(),
+                    pools.run().boxed(),
+                    attachments.record_guests().boxed(),
+                    budgets.run().boxed(),
+                    owners.boxed(),
+                    credentials.boxed(),
+                    nodes.boxed(),
+                    adoptions.boxed(),
+                ]);
+                tokio::join!(attach, others);
             };
             election.lead(&ready, &stop, term).await;
         };

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use crds::StoragePool;
-use infra_api::{OnFull, Pool, PoolName, PoolSpec};
+use infra_api::{EngineKind, OnFull, Pool, PoolName, PoolSpec};
 use kube::api::Api;
 use lab::process::{command, run};
 
@@ -41,7 +41,8 @@ impl Scenario {
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         let path = pool.path.display().to_string();
         let on_full = OnFull::default();
-        let spec = PoolSpec { engine: any.engine, path, labels, cordoned: false, on_full, hosts: any.hosts };
+        let spec =
+            PoolSpec { engine: EngineKind::File, path, labels, cordoned: false, on_full, hosts: any.hosts };
         self.infra.put_pool(&pool.name, &spec).await?;
         Ok(())
     }

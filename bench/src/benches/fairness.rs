@@ -59,7 +59,7 @@ struct NoisyVm {
 /// What to remove after the bench.
 enum Cleanup<'a> {
     Fleet(Fleet<'a>),
-    Claims(Claims, Vec<Claim>),
+    Claims(Box<Claims>, Vec<Claim>),
 }
 
 async fn measure(s: &Arc<Scenario>, report: &Report, load: &Load) -> Result<()> {
@@ -136,7 +136,7 @@ async fn noisy<'a>(s: &'a Scenario, load: &Load) -> Result<(NoisyVm, Cleanup<'a>
         let (made, _) = claims.create(load.existing).await?;
         let claims_named = made.iter().map(|claim| claim.name.clone()).chain(absent).collect();
         let noisy = NoisyVm { namespace: s.namespace.clone(), name: node.name, claims: claims_named };
-        return Ok((noisy, Cleanup::Claims(claims, made)));
+        return Ok((noisy, Cleanup::Claims(Box::new(claims), made)));
     }
     let fleet = Fleet::make(&s.lab, 1, 1, load.existing).await?;
     let vm = fleet.vms.first().context("a fleet without vms")?;

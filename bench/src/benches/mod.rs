@@ -13,6 +13,7 @@ pub mod io;
 pub mod lifecycle;
 pub mod memory;
 pub mod pod;
+pub mod rbd;
 pub mod recovery;
 pub mod retry;
 pub mod scale;

@@ -2,6 +2,7 @@
 //! keyed locks, logs, operations and their trace contexts, durations, tables, command-line flags, health checks, and text that is safe to log.
 //! Nothing here knows Kubernetes or storage.
 
+pub mod concurrent;
 pub mod duration;
 pub mod flags;
 #[cfg(any(test, fuzzing))]

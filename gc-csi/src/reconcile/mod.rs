@@ -37,11 +37,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use csi::locks::VolumeLocks;
+use futures::FutureExt;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Key};
 use kube_kit::pace::Pace;
 use kube_kit::queue::{Queue, Retry};
+use process_kit::concurrent;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
@@ -349,7 +351,8 @@ impl Started {
                     () = stop.cancelled() => {}
                 }
             };
-            tokio::join!(owner_refs_queue.run(WORKERS, SLOW_RETRY, stop.clone(), work), warning_once);
+            let updating = owner_refs_queue.run(WORKERS, SLOW_RETRY, stop.clone(), work);
+            concurrent::all([updating.boxed(), warning_once.boxed()]).await;
         };
         let repair = self.repair.run(stop.clone());
         let consumer_records = consumer_records::ConsumerRecords::new(
@@ -371,14 +374,15 @@ impl Started {
             };
             records.run(WORKERS, SLOW_RETRY, stop.clone(), work).await;
         };
-        tokio::join!(
-            updating_conditions,
-            deleting_abandoned,
-            updating_owner_refs,
-            repair,
-            updating_records,
-            self.update_nodes()
-        );
+        concurrent::all([
+            updating_conditions.boxed(),
+            deleting_abandoned.boxed(),
+            updating_owner_refs.boxed(),
+            repair.boxed(),
+            updating_records.boxed(),
+            self.update_nodes().boxed(),
+        ])
+        .await;
     }
 
     /// Labels and taints Nodes.
@@ -399,7 +403,7 @@ impl Started {
         let taint = |node: VmName| async move { lost_nodes.reconcile(&node).await };
         let labelling = labels.run(WORKERS, Retry::default(), stop.clone(), label);
         let tainting = taints.run(WORKERS, Retry::default(), stop.clone(), taint);
-        tokio::join!(labelling, tainting);
+        concurrent::all([labelling.boxed(), tainting.boxed()]).await;
     }
 
     /// Queues everything: it is unknown how far the previous leader came.

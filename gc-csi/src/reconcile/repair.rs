@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use crds::names::{ClaimName, VmName};
 use csi::locks::VolumeLocks;
+use futures::FutureExt;
 use kube_kit::health::Health;
 use kube_kit::queue::{Queue, Retry};
+use process_kit::concurrent;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -119,6 +121,6 @@ impl Repair {
         });
         let volumes = volumes
             .run(WORKERS, SLOW_RETRY, stop, |handle| async move { self.orphans.reconcile(&handle).await });
-        tokio::join!(vms, volumes);
+        concurrent::all([vms.boxed(), volumes.boxed()]).await;
     }
 }

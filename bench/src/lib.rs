@@ -13,6 +13,7 @@ pub mod report;
 pub mod split_cpus;
 mod standalone;
 mod stats;
+pub mod suite;
 mod synthetic;
 mod usage;
 pub mod work;

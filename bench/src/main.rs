@@ -1,7 +1,7 @@
 //! Program `cargo lab bench NAME`.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -13,8 +13,9 @@ use bench::benches::{
 };
 use bench::instant::Backend;
 use bench::plot;
-use bench::report::Report;
+use bench::report::{self, Report};
 use bench::split_cpus::split_cpus;
+use bench::suite::{self, Step};
 use bench::work::Work;
 use clap::{Parser, Subcommand};
 use lab::{Lab, Setting};
@@ -148,11 +149,29 @@ enum Bench {
     },
     /// Create, attach and detach without tracing, and with the spans of a tenth and of all operations.
     Tracing(Work),
+    /// All benches whose times the page about performance shows, one after the other; writes their table to the page.
+    All {
+        /// Only benches with these names; the others keep their last results. [default: all]
+        #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+        only: Vec<String>,
+    },
     /// Draw the results of the benches as SVG.
     Plot {
         /// Output folder. [default: docs/reference/plots]
         folder: Option<PathBuf>,
     },
+}
+
+impl Cli {
+    /// Name of the results.
+    fn name(&self) -> String {
+        self.bench.name().to_owned() + if self.split_cpus { "-split-cpus" } else { "" }
+    }
+
+    /// File of the results.
+    fn file(&self, results: &Path) -> PathBuf {
+        self.json.clone().unwrap_or_else(|| results.join(self.name()).with_extension("json"))
+    }
 }
 
 impl Bench {
@@ -182,6 +201,7 @@ impl Bench {
             Self::Scale(_) => "scale",
             Self::Trace { .. } => "trace",
             Self::Tracing(_) => "tracing",
+            Self::All { .. } => "all",
             Self::Plot { .. } => "plot",
         }
     }
@@ -221,7 +241,7 @@ impl Bench {
             Self::Scale(size) => scale::run(report, size).await,
             Self::Trace { work, volumes } => trace::run(report, work, volumes).await,
             Self::Tracing(work) => tracing::run(report, work).await,
-            Self::Plot { .. } => Ok(()),
+            Self::All { .. } | Self::Plot { .. } => Ok(()),
         }
     }
 }
@@ -235,15 +255,40 @@ async fn run(cli: Cli) -> Result<()> {
         }
         return Ok(());
     }
-    let name = cli.bench.name().to_owned() + if cli.split_cpus { "-split-cpus" } else { "" };
-    let report = Report::new(&name);
+    if let Bench::All { only } = &cli.bench {
+        return run_all(&results, only).await;
+    }
+    measure(cli, &results).await
+}
+
+async fn measure(cli: Cli, results: &Path) -> Result<()> {
+    let report = Report::new(&cli.name());
     match cli.bench.needs_lab() {
         true => run_in_lab(&cli, &report).await?,
         false => cli.bench.run(&report).await?,
     }
     report.print()?;
-    let file = cli.json.unwrap_or_else(|| results.join(format!("{name}.json")));
-    report.write(&file)
+    report.write(&cli.file(results))
+}
+
+/// Runs the benches of the suite with these names, or all, and writes the table.
+async fn run_all(results: &Path, only: &[String]) -> Result<()> {
+    let mut last = "";
+    for Step { command, .. } in suite::STEPS {
+        let cli = parse(command)?;
+        let is_wanted = only.is_empty() || only.contains(&cli.name());
+        if is_wanted && last != *command {
+            eprintln!("bench {command}");
+            measure(cli, results).await?;
+        }
+        last = command;
+    }
+    let page = lab::run::repository().join("docs/reference/speed.md");
+    suite::write(&page, |step| report::read(&parse(step.command)?.file(results)))
+}
+
+fn parse(command: &str) -> Result<Cli> {
+    Ok(Cli::try_parse_from(["bench"].into_iter().chain(command.split(' ')))?)
 }
 
 async fn run_in_lab(cli: &Cli, report: &Report) -> Result<()> {
@@ -277,5 +322,12 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_suite_consists_of_commands() {
+        for step in suite::STEPS {
+            parse(step.command).unwrap_or_else(|error| panic!("{}: {error}", step.command));
+        }
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use plotters::coord::ranged1d::{IntoSegmentedCoord, SegmentValue};
 use plotters::prelude::*;
 
-use crate::report::Row;
+use crate::report::{self, Row};
 
 /// Width and height, in pixels.
 const SIZE: (u32, u32) = (800, 420);
@@ -24,15 +24,8 @@ pub fn draw(rows: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
         if path.extension().is_none_or(|extension| extension != "json") {
             continue;
         }
-        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let all: Vec<serde_json::Value> = serde_json::from_slice(&text)
-            .with_context(|| format!("{} is not a list of rows", path.display()))?;
-        // Rows of requests have another structure.
-        let times: Vec<Row> = all
-            .into_iter()
-            .filter_map(|row| serde_json::from_value::<Row>(row).ok())
-            .filter(|row| row.unit == "ms")
-            .collect();
+        let rows = report::read(&path)?;
+        let times: Vec<Row> = rows.into_iter().filter(|row| row.unit == "ms").collect();
         if times.is_empty() {
             continue;
         }

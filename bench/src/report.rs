@@ -29,7 +29,7 @@ struct Rows {
 
 /// A measured quantity of a case.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Row {
+pub struct Row {
     pub(crate) bench: String,
     pub(crate) case: String,
     pub(crate) metric: String,
@@ -206,4 +206,13 @@ impl Report {
         std::fs::write(file, serde_json::to_vec_pretty(&rows)?)
             .with_context(|| format!("cannot write {}", file.display()))
     }
+}
+
+/// Reads the measured rows of a file.
+pub fn read(file: &Path) -> Result<Vec<Row>> {
+    let text = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let all: Vec<serde_json::Value> =
+        serde_json::from_slice(&text).with_context(|| format!("{} is not a list of rows", file.display()))?;
+    // Rows of requests have another structure.
+    Ok(all.into_iter().filter_map(|row| serde_json::from_value(row).ok()).collect())
 }

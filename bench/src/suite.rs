@@ -1,0 +1,188 @@
+//! The benches whose times docs/reference/speed.md shows, and its table.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::report::Row;
+
+/// The lines between which the page has the table.
+const BEGIN: &str = "<!-- Written by `cargo lab bench all`. -->";
+const END: &str = "<!-- End. -->";
+const HEAD: &str = "| command | case | p50 | p90 | max | baseline p50 | ratio | CPU load |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+";
+/// The VM Operator slows VMs down whose disks come and go, so the benches that attach raise its limits.
+macro_rules! without_limits {
+    ($command:literal) => {
+        concat!($command, " --set vm-operator-shim:flapping=10000 --set vm-operator-shim:attach-burst=100000")
+    };
+}
+
+/// A command, and what the table shows of its results.
+#[derive(Debug)]
+pub struct Step {
+    /// Arguments of the program.
+    pub command: &'static str,
+    /// Cases and their descriptions.
+    cases: &'static [(&'static str, &'static str)],
+    /// The metric that is shown.
+    metric: &'static str,
+}
+
+const fn step(command: &'static str, cases: &'static [(&'static str, &'static str)]) -> Step {
+    Step { command, cases, metric: "duration" }
+}
+
+/// All steps, in the order of the table.
+pub const STEPS: &[Step] = &[
+    step(
+        "create --count 50 --bursts 30,100 --rounds 3",
+        &[("one", "one at a time"), ("burst30", "30 at once"), ("burst100", "100 at once")],
+    ),
+    step(
+        "create --split-cpus --count 50 --bursts 100 --rounds 3",
+        &[("one", "one at a time, each tier on one core"), ("burst100", "100 at once, the same")],
+    ),
+    step(
+        "create --backend instant --count 50 --bursts 100 --rounds 3",
+        &[("one", "one at a time"), ("burst100", "100 at once")],
+    ),
+    step(
+        "delete --count 30 --bursts 100 --rounds 3",
+        &[("one", "one at a time"), ("burst100", "100 at once")],
+    ),
+    step(
+        without_limits!("attach --count 100 --rounds 5 --reported 100 --attached 0,30,60,120"),
+        &[
+            ("one", "one at a time"),
+            ("burst30", "30 at once on one VM"),
+            (
+                "one beside 100",
+                "one at a time while 100 others are reported; the baseline is the same before",
+            ),
+            ("one on 0", "one at a time on a VM with 0 other disks"),
+            ("one on 30", "30 other disks"),
+            ("one on 60", "60 other disks"),
+            ("one on 120", "120 other disks"),
+        ],
+    ),
+    step(
+        without_limits!("detach --count 60 --rounds 3"),
+        &[("one", "one at a time"), ("burst30", "30 at once on one VM")],
+    ),
+    step("snapshot --count 15", &[("one", "one at a time")]),
+    step("clone --count 15", &[("one", "one at a time")]),
+    step(
+        without_limits!("lifecycle --count 20 --bursts 10 --rounds 5 --before 0,2000,10000"),
+        &[
+            ("one after 0", "one at a time"),
+            ("burst10 after 0", "10 at once"),
+            ("one after 2000", "one at a time, after 2,000 claims came and went"),
+            ("burst10 after 2000", "10 at once, the same"),
+            ("one after 10000", "one at a time, after 10,000 claims"),
+            ("burst10 after 10000", "10 at once, the same"),
+        ],
+    ),
+    Step {
+        metric: "all bound",
+        ..step("burst --bursts 1000", &[("burst1000", "1,000 claims at once until all are Bound")])
+    },
+    Step {
+        metric: "all gone",
+        ..step("burst --bursts 1000", &[("burst1000", "the same until all are gone")])
+    },
+];
+
+impl Step {
+    /// The rows of the table.
+    fn lines(&self, rows: &[Row]) -> Result<String> {
+        let mut command = format!("`{}`", self.command);
+        let mut lines = String::new();
+        for (case, description) in self.cases {
+            let of = |metric: &str| rows.iter().find(|row| row.case == *case && row.metric == metric);
+            let row = of(self.metric).with_context(|| format!("{}: no case {case:?}", self.command))?;
+            let load = of("host cpu").map_or_else(|| "–".to_owned(), |load| format!("{:.0} %", load.p50));
+            let floor = row.floor_p50.map_or_else(|| "–".to_owned(), time);
+            let ratio = row.ratio_p50.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}"));
+            let [p50, p90, max] = [row.p50, row.p90, row.max].map(time);
+            let times = match row.n {
+                1 => format!("{p50} | – | –"),
+                _ => format!("{p50} | {p90} | {max}"),
+            };
+            lines += &format!("| {command} | {description} | {times} | {floor} | {ratio} | {load} |\n");
+            command.clear();
+        }
+        Ok(lines)
+    }
+}
+
+/// A time in milliseconds, with three digits.
+fn time(milliseconds: f64) -> String {
+    match Duration::from_secs_f64(milliseconds / 1000.0) {
+        time if time >= Duration::from_secs(10) => format!("{:.1} s", time.as_secs_f64()),
+        time if time >= Duration::from_secs(1) => format!("{:.2} s", time.as_secs_f64()),
+        _ if milliseconds >= 100.0 => format!("{milliseconds:.0} ms"),
+        _ => format!("{milliseconds:.1} ms"),
+    }
+}
+
+/// Writes the table to the page. `rows` returns the results of a step.
+pub fn write(page: &Path, rows: impl Fn(&Step) -> Result<Vec<Row>>) -> Result<()> {
+    let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
+    let lines: Vec<String> = STEPS.iter().map(|step| step.lines(&rows(step)?)).collect::<Result<_>>()?;
+    let text = replaced(&text, &format!("{HEAD}{}", lines.concat()))
+        .with_context(|| format!("{} has no place for the table", page.display()))?;
+    std::fs::write(page, text).with_context(|| format!("cannot write {}", page.display()))
+}
+
+fn replaced(page: &str, table: &str) -> Result<String> {
+    let (before, rest) = page.split_once(BEGIN).with_context(|| format!("no line {BEGIN:?}"))?;
+    let (_, after) = rest.split_once(END).with_context(|| format!("no line {END:?}"))?;
+    ensure!(!after.contains(BEGIN), "two lines {BEGIN:?}");
+    Ok(format!("{before}{BEGIN}\n\n{table}\n{END}{after}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(case: &str, metric: &str, n: usize, p50: f64) -> Row {
+        Row {
+            bench: "delete".to_owned(),
+            case: case.to_owned(),
+            metric: metric.to_owned(),
+            unit: "ms".to_owned(),
+            n,
+            p50,
+            p90: 2.0 * p50,
+            p99: 3.0 * p50,
+            max: 4.0 * p50,
+            floor_p50: (metric == "duration").then_some(p50 / 2.0),
+            ratio_p50: (metric == "duration").then_some(2.0),
+        }
+    }
+
+    #[test]
+    fn a_table_replaces_the_one_before_and_nothing_else() {
+        let step = STEPS.iter().find(|step| step.command.starts_with("delete")).unwrap();
+        let rows = [
+            row("one", "duration", 30, 50.0),
+            row("one", "host cpu", 1, 85.2),
+            row("burst100", "duration", 1, 2500.0),
+        ];
+        let lines = step.lines(&rows).unwrap();
+        assert_eq!(
+            lines,
+            "| `delete --count 30 --bursts 100 --rounds 3` | one at a time | 50.0 ms | 100 ms | 200 ms | 25.0 ms | 2.00 | 85 % |\n\
+             |  | 100 at once | 2.50 s | – | – | 1.25 s | 2.00 | – |\n"
+        );
+        let page = format!("a\n{BEGIN}\nold\n{END}\nb\n");
+        let new = replaced(&page, &lines).unwrap();
+        assert_eq!(new, format!("a\n{BEGIN}\n\n{lines}\n{END}\nb\n"));
+        assert_eq!(replaced(&new, &lines).unwrap(), new);
+        assert!(replaced("a", &lines).is_err());
+        assert!(step.lines(&rows[..2]).unwrap_err().to_string().contains("burst100"));
+    }
+}

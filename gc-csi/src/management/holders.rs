@@ -170,7 +170,9 @@ mod tests {
             let policy = format!("ValidatingAdmissionPolicy '{policy}.gc-csi-one.tenant-one.nestor.dev'");
             ApiError::Forbidden(format!("virtualmachines \"vm-1\" is forbidden: {policy} with binding ..."))
         };
-        assert!(may_be_outdated(&refused("kubevirt-claims")) && may_be_outdated(&refused("kubevirt-instances")));
+        assert!(
+            may_be_outdated(&refused("kubevirt-claims")) && may_be_outdated(&refused("kubevirt-instances"))
+        );
         assert!(!may_be_outdated(&refused("kubevirt")) && !may_be_outdated(&refused("claims")));
         assert!(!may_be_outdated(&ApiError::Invalid("kubevirt-claims.".to_owned())));
     }

@@ -2,6 +2,7 @@
 
 mod holders;
 mod migrate;
+mod onboarding;
 mod pods;
 mod policies;
 

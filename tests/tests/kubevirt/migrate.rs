@@ -31,13 +31,15 @@ async fn disk(clusters: &Clusters, record: &str) -> Result<Disk> {
     Ok(Disk { name, device })
 }
 
-/// Plugs the disk in as KubeVirt does for `addvolume` with a DataVolume; returns its serial.
+/// Plugs the disk in with a serial, as KubeVirt does for `addvolume`; returns the serial. kubevirt-csi names a DataVolume, which KubeVirt
+/// refuses without CDI.
 async fn plug(clusters: &Clusters, disk: &Disk, vm: &str) -> Result<String> {
     let (name, serial) = (&disk.name, Uuid::new_v4().to_string());
     clusters
         .change(vm, |disks, volumes| {
             disks.push(json!({"name": name, "serial": serial, "disk": {"bus": "scsi"}}));
-            volumes.push(json!({"name": name, "dataVolume": {"name": name, "hotpluggable": true}}));
+            let claim = json!({"claimName": name, "hotpluggable": true});
+            volumes.push(json!({"name": name, "persistentVolumeClaim": claim}));
         })
         .await?;
     eventually("the disk is plugged in", PATIENCE, || async {

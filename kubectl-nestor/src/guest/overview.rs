@@ -103,10 +103,11 @@ impl Objects {
 
     /// Names of the policies that do not exist. With KubeVirt, all of its policies exist, or none.
     fn missing_policies(&self, policy: impl Fn(&str) -> String) -> Vec<String> {
-        let exists = |subject: &&str| self.policies.contains_key(&policy(subject));
-        let of_kubevirt =
-            KUBEVIRT_POLICIES.iter().filter(|_| KUBEVIRT_POLICIES.iter().any(|one| exists(&one)));
-        POLICIES.iter().chain(of_kubevirt).filter(|one| !exists(one)).map(|one| policy(one)).collect()
+        let exists = |subject: &str| self.policies.contains_key(&policy(subject));
+        let has_kubevirt = KUBEVIRT_POLICIES.iter().any(|one| exists(one));
+        let of_kubevirt = KUBEVIRT_POLICIES.iter().filter(|_| has_kubevirt);
+        let missing = POLICIES.iter().chain(of_kubevirt).filter(|one| !exists(one));
+        missing.map(|one| policy(one)).collect()
     }
 
     fn guest(&self, account: &Account, token_expires: Option<Timestamp>) -> Guest {

@@ -5,7 +5,9 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::PersistentVolume;
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions, PropagationPolicy};
+use kube::api::{
+    Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions, PropagationPolicy,
+};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
@@ -111,8 +113,8 @@ impl Migration<'_> {
     }
 
     async fn create(&self, data_volume: &Value) -> Result<(), Error> {
-        let object = serde_json::from_value(data_volume.clone());
-        let object = object.map_err(|error| Error::Encode(error.to_string()))?;
+        let object: DynamicObject =
+            serde_json::from_value(data_volume.clone()).map_err(|error| Error::Encode(error.to_string()))?;
         let created = self.data_volumes().create(&PostParams::default(), &object).await;
         let what = || format!("DataVolume {}", object.name_any());
         created.map(drop).map_err(|error| Error::change("create", what(), &error))

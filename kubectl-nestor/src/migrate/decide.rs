@@ -279,7 +279,7 @@ fn take(volume: &Volume, claim: &PersistentVolumeClaim, guest: &Guest, plugged: 
         "uid": claim.metadata.uid, "resourceVersion": claim.metadata.resource_version,
         "labels": {LABEL_CLUSTER_ID: guest.cluster_id},
         "annotations": {
-            MIGRATED_FROM: volume.data_volume.as_ref().map(saved).unwrap_or(Value::Null).to_string(),
+            MIGRATED_FROM: volume.data_volume.as_ref().map_or(Value::Null, saved).to_string(),
             ANNOTATION_ATTACHED_TO: record,
             ANNOTATION_GUEST_PV: volume.guest_volume.name_any(),
             ANNOTATION_GUEST_PVC: reference.and_then(|one| one.name.clone()),

@@ -144,7 +144,7 @@ fn plugged(machines: &[DynamicObject], instances: &[DynamicObject], claim: &str)
     for machine in machines {
         let instance = instances.iter().find(|one| one.name_any() == machine.name_any());
         let running = instance.and_then(|one| volume_of(&one.data["spec"], claim));
-        let Some((entry, serial)) = running.clone().or_else(|| in_template(machine)) else { continue };
+        let Some((entry, serial)) = running.or_else(|| in_template(machine)) else { continue };
         all.push(Plugged {
             vm: machine.name_any(),
             uid: machine.uid().unwrap_or_default(),
@@ -208,7 +208,7 @@ mod tests {
         let two = found(&[instance("vm-2"), instance("gone")]);
         let named: Vec<(&str, bool)> = two.iter().map(|one| (one.vm.as_str(), one.in_template)).collect();
         assert_eq!(named, [("vm-1", true), ("vm-2", false), ("gone", false)]);
-        assert_eq!(plugged(&[machine], &[], "pvc-2"), []);
+        assert!(plugged(&[machine], &[], "pvc-2").is_empty());
     }
 
     #[test]

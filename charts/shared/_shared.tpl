@@ -191,18 +191,18 @@ seccompProfile: {type: RuntimeDefault}
 
 {{/*
 A sidecar of the Kubernetes project. dict: root, name (csi-provisioner), key (provisioner, in .Values.sidecars),
-port, args. It serves HTTP only after it has connected to its driver, which may wait for an API server: hence the long
+port, args; legacy, if it is for the legacy driver name. It serves HTTP only after it has connected to its driver, which may wait for an API server: hence the long
 startup probe.
 */}}
 {{- define "nestor.sidecar" -}}
 {{- $all := .root.Values.sidecars -}}
 {{- $own := get $all .key -}}
-- name: {{ .name }}
+- name: {{ .name }}{{ with .legacy }}-legacy{{ end }}
   image: {{ $all.registry }}/{{ .name }}:{{ $own.tag }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args:
     {{- if ne .key "snapshotController" }}
-    - --csi-address=/csi/csi.sock
+    - --csi-address=/csi/{{ if .legacy }}legacy{{ else }}csi{{ end }}.sock
     - --timeout={{ $all.timeout }}
     - --feature-gates=ReleaseLeaderElectionOnExit=true
     {{- end }}
@@ -226,7 +226,7 @@ startup probe.
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
   ports:
-    - {name: {{ .key | kebabcase | trunc 15 }}, containerPort: {{ .port }}, protocol: TCP}
+    - {name: {{ if .legacy }}old-{{ .key }}{{ else }}{{ .key | kebabcase | trunc 15 }}{{ end }}, containerPort: {{ .port }}, protocol: TCP}
   startupProbe:
     httpGet: {path: /metrics, port: {{ .port }}}
     periodSeconds: 5

@@ -81,7 +81,10 @@ async fn wait_for_label(nodes: Api<Node>, node: &str, until: Instant) -> Result<
         let reason = match nodes.get(node).await {
             Ok(found) => match found.metadata.labels.and_then(|mut labels| labels.remove(LABEL_ZONE)) {
                 Some(zone) if !zone.is_empty() => return Ok(zone),
-                _ => format!("it has no label {LABEL_ZONE} yet; the controller plugin (gc-csi) sets it"),
+                _ => format!(
+                    "it has no label {LABEL_ZONE} yet; the controller plugin (gc-csi) sets it to the zone of the VM. VMs of KubeVirt have \
+                     none: label the Node, or set topology.enabled to false in the values of nestor-guest"
+                ),
             },
             Err(kube::Error::Api(refused)) => refused.message,
             Err(error) => chain(&error),

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use process_kit::duration;
 
 use crate::guest::GuestCommand;
+use crate::migrate::MigrateArgs;
 use crate::subject::Subject;
 
 /// Follows Nestor's volumes through the guest and the management cluster, shares them, manages guests, and checks an
@@ -98,6 +99,13 @@ pub enum Command {
         #[command(subcommand)]
         command: GuestCommand,
     },
+    /// Takes over the volumes of kubevirt-csi, without copies and while pods use them.
+    #[command(
+        after_help = "Needs the rights of the platform team. The PersistentVolumes keep their driver's name, under which gc-csi \
+                      serves them. An interrupted migration is continued by running the command again. With --revert, the \
+                      volumes are those of kubevirt-csi again."
+    )]
+    MigrateKubevirt(MigrateArgs),
     /// Writes a support bundle (.tar.gz) without Secrets and credentials.
     Bundle(BundleArgs),
     /// Prints a shell completion script.

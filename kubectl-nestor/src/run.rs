@@ -6,7 +6,7 @@ use crate::cli::{Cli, Command};
 use crate::clusters::Clusters;
 use crate::config::Config;
 use crate::error::Error;
-use crate::{bundle, check, guest, lists, render, share, trace};
+use crate::{bundle, check, guest, lists, migrate, render, share, trace};
 
 /// Runs a command. Returns whether everything is healthy.
 pub async fn run(cli: Cli) -> Result<bool, Error> {
@@ -27,6 +27,9 @@ pub async fn run(cli: Cli) -> Result<bool, Error> {
         Command::Unshare(args) => share::unshare(&clusters, args).await,
         Command::Check(args) => check::run(&clusters, args.output).await,
         Command::Guest { command } => guest::run(&clusters, &connection, command).await,
+        Command::MigrateKubevirt(args) => {
+            migrate::run(&clusters, connection.management_namespace.as_deref(), args).await
+        }
         Command::Bundle(args) => bundle::run(&clusters, args).await,
         Command::Completion { .. } => Ok(true),
     }

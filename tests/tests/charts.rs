@@ -38,6 +38,7 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
         (&guest, "management.kubeconfig.secret=", "management.token.secret is required"),
         (&guest, "management.token.secret=other", "set only one of them"),
         (&guest, "controller.onGuestDeletion=Delete", "controller.clusterObject is required"),
+        (&guest, "management.vmApi=kubevirt", "set topology.enabled to false"),
         (&guest, "tracing.endpoint=https://c:4317", "tracing.ca.configMap is required"),
         (&management, "tracing.endpoint=http://c:4317,tracing.ca.secret=c", "tracing.ca requires"),
         (&management, "tracing.endpoint=grpc://c:4317", "/tracing/endpoint"),

@@ -25,7 +25,7 @@ const RUN: [&str; 14] = [
 ];
 
 /// Pages with commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 22] = [
+const NOT_RUN: [(&str, &str); 24] = [
     ("CONTRIBUTING.md", "fuzzes for an hour, and fetches the list of advisories"),
     ("README.md", "starts labs of its own"),
     ("docs/decisions/fuzzing.md", "fuzzes for an hour"),
@@ -40,6 +40,11 @@ const NOT_RUN: [(&str, &str); 22] = [
     ),
     ("docs/guides/hosts.md", "needs two hosts; the module hosts has them"),
     ("docs/guides/install.md", "installs into empty clusters; `cargo lab demo --deployed` does that"),
+    ("docs/guides/kubevirt.md", "needs KubeVirt; the module kubevirt has it"),
+    (
+        "docs/guides/kubevirt-migration.md",
+        "presupposes kubevirt-csi; the module migrate_kubevirt writes what it leaves",
+    ),
     ("docs/guides/legacy-driver.md", "shows flags, not commands"),
     (
         "docs/guides/pools.md",

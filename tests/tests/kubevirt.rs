@@ -1,7 +1,10 @@
 //! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
 mod holders;
+mod migrate;
+mod onboarding;
 mod pods;
+mod policies;
 
 use std::path::{Path, PathBuf};
 
@@ -156,7 +159,8 @@ struct LoopDevice {
 
 impl LoopDevice {
     async fn create() -> Result<Self> {
-        let folder = tempfile::tempdir()?;
+        // In the lab's folder: `cargo lab down` detaches the devices there that a test which was killed has left.
+        let folder = tempfile::tempdir_in(Lab::from_env()?.dir())?;
         let file: PathBuf = folder.path().join("disk");
         std::fs::File::create(&file)?.set_len(64 << 20)?;
         let device = run_helper(command("losetup", ["--find", "--show"]).arg(&file)).await?;

@@ -11,11 +11,16 @@ const KUBEVIRT: &str = include_str!("../../../charts/nestor-management/files/kub
 /// Admission policy of VMs of KubeVirt, and its binding.
 const KUBEVIRT_ADMISSION: &str =
     include_str!("../../../charts/nestor-management/files/kubevirt-admission.yaml");
+/// Admission policies of the records which VM of KubeVirt has a claim, and their bindings.
+const KUBEVIRT_HOLDERS: &str = include_str!("../../../charts/nestor-management/files/kubevirt-holders.yaml");
 
 /// Subject of the admission policy that contains the classes.
 pub const CLAIMS: &str = "claims";
 /// Subjects of the admission policies.
 pub const POLICIES: [&str; 5] = [CLAIMS, "classes", "snapshots", "vms", "events"];
+/// Subjects of the admission policies with KubeVirt.
+pub const KUBEVIRT_POLICIES: [&str; 4] =
+    ["kubevirt", "kubevirt-claims", "kubevirt-records", "kubevirt-instances"];
 
 /// Name of the admission policy of an account about a subject.
 pub fn policy(subject: &str, account: &str, namespace: &str) -> String {
@@ -52,9 +57,19 @@ impl Guest {
         self.fill(ADMISSION)
     }
 
-    /// YAML documents for VMs of KubeVirt: role, admission policy and their bindings.
+    /// YAML documents for VMs of KubeVirt: role and its binding.
+    pub fn kubevirt_account_objects(&self) -> String {
+        self.fill(KUBEVIRT)
+    }
+
+    /// YAML documents for VMs of KubeVirt: admission policies and their bindings.
+    pub fn kubevirt_policies(&self) -> String {
+        format!("{}---\n{}", self.fill(KUBEVIRT_ADMISSION), self.fill(KUBEVIRT_HOLDERS))
+    }
+
+    /// YAML documents for VMs of KubeVirt: admission policies, role and their bindings.
     pub fn kubevirt_objects(&self) -> String {
-        format!("{}---\n{}", self.fill(KUBEVIRT), self.fill(KUBEVIRT_ADMISSION))
+        format!("{}---\n{}", self.kubevirt_policies(), self.kubevirt_account_objects())
     }
 
     fn fill(&self, file: &str) -> String {
@@ -105,10 +120,19 @@ mod tests {
             .collect()
     }
 
+    /// The text has these policies with their bindings, and no others.
+    fn has_policies(guest: &Guest, text: &str, subjects: &[&str]) {
+        for subject in subjects {
+            let name = format!("\n  name: {}\n", policy(subject, &guest.account, &guest.namespace));
+            assert_eq!(text.matches(&name).count(), 2, "the policy of {subject} and its binding");
+        }
+        assert_eq!(text.matches("kind: ValidatingAdmissionPolicy\n").count(), subjects.len());
+    }
+
     #[test]
     fn no_placeholder_is_left() {
         let guest = guest(&["gold"]);
-        for text in [guest.account_objects(), guest.admission_policies()] {
+        for text in [guest.account_objects(), guest.admission_policies(), guest.kubevirt_objects()] {
             let text = without_comments(&text);
             assert!(!text.contains("${"), "{text}");
         }
@@ -116,12 +140,8 @@ mod tests {
         assert!(
             account.contains("nestor.dev/cluster-id: \"id-1\"") && account.contains("[\"shop-cluster\"]")
         );
-        let policies = guest.admission_policies();
-        for subject in POLICIES {
-            let name = format!("\n  name: {}\n", policy(subject, &guest.account, &guest.namespace));
-            assert_eq!(policies.matches(&name).count(), 2, "the policy of {subject} and its binding");
-        }
-        assert_eq!(policies.matches("kind: ValidatingAdmissionPolicy\n").count(), POLICIES.len());
+        has_policies(&guest, &guest.admission_policies(), &POLICIES);
+        has_policies(&guest, &guest.kubevirt_policies(), &KUBEVIRT_POLICIES);
     }
 
     #[test]

@@ -193,6 +193,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Some(optional) = optional else { return Ok(()) };
     let detecting = VmOperator::detect(args.vm_operator, vm_api, &management_client, &ready, &stop);
     let Some(vm_operator) = detecting.await else { return Ok(()) };
+    if args.topology && vm_operator == VmOperator::KubeVirt {
+        tracing::warn!(
+            "--topology is set, but VMs of KubeVirt have no zone: gc-csi-node with --topology registers only once another program has \
+             set the label topology.kubernetes.io/zone of its Node; else leave it out on both sides"
+        );
+    }
     tracing::info!(?vm_api, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "connected to the management cluster");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());

@@ -1,6 +1,8 @@
 //! Holders of claims: the VM that may have the disk of a single-writer volume, as an annotation of the claim. Only where the VM API
 //! does not ensure a single writer. The rules are in [`crate::vm_volumes::holder`].
 
+use std::time::Duration;
+
 use crds::names::{ANNOTATION_ATTACHED_TO, ClaimName};
 use json_patch::{PatchOperation, RemoveOperation, TestOperation, jsonptr::PointerBuf};
 use kube_kit::partial::PersistentVolumeClaim;
@@ -13,6 +15,22 @@ use crate::vm_volumes::holder::{self, Holder, Take, Taken};
 
 /// Repetitions of a take after conflicts with other changes of the claim.
 const MAX_CONFLICTS: u32 = 6;
+
+/// Admission policies of the management cluster that check records, by the beginning of their names.
+const POLICIES: [&str; 3] = ["kubevirt-claims.", "kubevirt-records.", "kubevirt-instances."];
+
+/// Whether a policy refused a request by its view of claims, VMs and instances. That view is a cache of the API server, which may be
+/// older than what gc-csi has read, so the request is repeated a few times.
+pub(super) fn may_be_outdated(error: &ApiError) -> bool {
+    let ApiError::Forbidden(message) = error else { return false };
+    POLICIES.iter().any(|policy| message.contains(&format!("ValidatingAdmissionPolicy '{policy}")))
+}
+
+/// Waits before a repetition.
+pub(super) async fn back_off(repetition: u32) {
+    let longest = Duration::from_millis(10 << repetition);
+    tokio::time::sleep(longest.mul_f64(fastrand::f64())).await;
+}
 
 /// Why a claim was not taken.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -57,7 +75,7 @@ impl Holders {
     pub(super) async fn take(&self, name: &ClaimName, vm: &Holder) -> Result<(), TakeError> {
         let api = |source| TakeError::Api { claim: name.clone(), source };
         let mut cached = self.claims.get(name);
-        for _ in 0..=MAX_CONFLICTS {
+        for repetition in 0..=MAX_CONFLICTS {
             let is_cached = cached.is_some();
             let live = if is_cached { None } else { self.claims.read(name).await.map_err(api)? };
             let Some(claim) = cached.take().as_deref().or(live.as_ref()).cloned() else {
@@ -79,6 +97,9 @@ impl Holders {
             }
             match self.write(name, &claim, vm).await {
                 Err(ApiError::Conflict(_)) => {}
+                Err(error) if may_be_outdated(&error) && repetition < MAX_CONFLICTS => {
+                    back_off(repetition).await;
+                }
                 written => return written.map(drop).map_err(api),
             }
         }
@@ -124,10 +145,35 @@ impl Holders {
             PatchOperation::Test(TestOperation { path: path.clone(), value: json!(record) }),
             PatchOperation::Remove(RemoveOperation { path }),
         ];
-        match self.claims.json_patch(name, patch.to_vec()).await {
-            Ok(_) | Err(ApiError::NotFound(_)) => Ok(true),
-            Err(ApiError::Invalid(_) | ApiError::Conflict(_)) => Ok(false),
-            Err(error) => Err(error),
+        let mut repetition = 0;
+        loop {
+            match self.claims.json_patch(name, patch.to_vec()).await {
+                Ok(_) | Err(ApiError::NotFound(_)) => return Ok(true),
+                Err(ApiError::Invalid(_) | ApiError::Conflict(_)) => return Ok(false),
+                Err(error) if may_be_outdated(&error) && repetition < MAX_CONFLICTS => {
+                    back_off(repetition).await;
+                    repetition += 1;
+                }
+                Err(error) => return Err(error),
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_repeated_if_a_policy_with_a_cache_refused_it() {
+        let refused = |policy: &str| {
+            let policy = format!("ValidatingAdmissionPolicy '{policy}.gc-csi-one.tenant-one.nestor.dev'");
+            ApiError::Forbidden(format!("virtualmachines \"vm-1\" is forbidden: {policy} with binding ..."))
+        };
+        assert!(
+            may_be_outdated(&refused("kubevirt-claims")) && may_be_outdated(&refused("kubevirt-instances"))
+        );
+        assert!(!may_be_outdated(&refused("kubevirt")) && !may_be_outdated(&refused("claims")));
+        assert!(!may_be_outdated(&ApiError::Invalid("kubevirt-claims.".to_owned())));
     }
 }

@@ -77,6 +77,16 @@ pub struct Volume {
     /// The claim, if the volume is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
+    /// The DataVolume of CDI, if the volume is one: its claim has the same name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_volume: Option<DataVolume>,
+}
+
+/// A DataVolume of CDI.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct DataVolume {
+    /// Name.
+    pub name: String,
 }
 
 /// Hardware of an instance.
@@ -190,7 +200,12 @@ fn is_running(instance: &Instance) -> bool {
 }
 
 fn entry(volume: &Volume) -> VirtualMachineVolume {
-    let persistent_volume_claim = volume.persistent_volume_claim.clone();
+    let of_data_volume = |volume: &DataVolume| PersistentVolumeClaimSource {
+        claim_name: volume.name.as_str().into(),
+        read_only: false,
+    };
+    let persistent_volume_claim =
+        volume.persistent_volume_claim.clone().or_else(|| volume.data_volume.as_ref().map(of_data_volume));
     VirtualMachineVolume { name: volume.name.clone(), persistent_volume_claim, ..Default::default() }
 }
 

@@ -224,3 +224,20 @@ fn the_serial_is_a_uuid_that_depends_on_the_volume_only() {
     assert!(serial("pvc-1").parse::<Uuid>().is_ok());
     assert_eq!(serial("pvc-1").len(), 36);
 }
+
+#[test]
+fn an_entry_of_a_data_volume_is_one_of_the_claim_with_its_name() {
+    let mut document = document(&["a"], 3);
+    document["spec"]["template"]["spec"]["volumes"][1] =
+        json!({"name": "a", "dataVolume": {"name": "a", "hotpluggable": true}});
+    let machine: VirtualMachine = serde_json::from_value(document.clone()).unwrap();
+    let running = instance(&["a"], &json!([{"name": "a", "phase": "Ready"}]));
+    let seen = view(&machine, Some(&running));
+    assert!(uses_claim(&seen, "a", "a"));
+    let disk = attach_result(&seen, &since(3), "a", None).unwrap().unwrap();
+    assert_eq!(disk.uuid, "serial-a");
+
+    let plan = plan_patch(VmApi::KubeVirt, "vm", &seen, &[EntryChange::Remove { name: "a".to_owned() }]);
+    json_patch::patch(&mut document, &plan.operations).unwrap();
+    assert_eq!(document["spec"]["template"]["spec"], spec(&[]));
+}

@@ -11,6 +11,9 @@ use crate::ready::Ready;
 use crate::run::Run;
 use crate::state::{Cluster, Component, Guest, Infra, State};
 
+/// Driver whose volumes gc-csi serves under its name too, in a lab with KubeVirt.
+pub const KUBEVIRT_CSI: &str = "csi.kubevirt.io";
+
 /// Seconds that our programs may take to exit after SIGTERM.
 const GRACE: u64 = 15;
 
@@ -59,7 +62,9 @@ pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) ->
 pub async fn start_kubevirt_guest(run: &Run, state: &State, name: &str) -> Result<()> {
     for replica in Replica::all(1) {
         let driver = start_gc_csi(run, state, name, replica).await?;
-        launch_all(run, [attacher(state, &driver)?]).await?;
+        let (tier, socket) = (format!("{name}-kubevirt-csi"), legacy_socket(&driver));
+        let of_kubevirt_csi = Driver { name: driver.name.clone(), tier: &tier, socket, ..driver };
+        launch_all(run, [attacher(state, &driver)?, attacher(state, &of_kubevirt_csi)?]).await?;
     }
     Ok(())
 }
@@ -222,11 +227,22 @@ fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Gues
         format!("--management-namespace={}", guest.namespace),
         format!("--cluster-id={}", guest.cluster_id),
     ]);
-    if state.vm_manager == VmManager::Libvirt {
-        words.extend([format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"), "--topology".to_owned()]);
-    }
+    words.extend(match state.vm_manager {
+        VmManager::Libvirt => {
+            [format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"), "--topology".to_owned()]
+        }
+        VmManager::KubeVirt => [
+            format!("--legacy-driver-name={KUBEVIRT_CSI}"),
+            format!("--legacy-endpoint={}", endpoint(&legacy_socket(driver))),
+        ],
+    });
     words.extend(driver.replica.lease(driver.namespace));
     Ok(component(words, ports::free(1)?[0], Some(&driver.socket)))
+}
+
+/// Socket of gc-csi for the volumes of kubevirt-csi.
+fn legacy_socket(driver: &Driver<'_>) -> PathBuf {
+    driver.socket.with_extension("legacy.sock")
 }
 
 /// A driver and what its sidecars need to know of it.

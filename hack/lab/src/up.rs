@@ -331,7 +331,7 @@ async fn start_infra(
         let plane = plan.plane(&machine.guest)?;
         let payload = match disks {
             Some(disks) => Payload::Pods { images: disks.of(&machine.guest), api_server: plane.api_port() },
-            None => Payload::Plugin { program: &plugin, topology: true },
+            None => Payload::Plugin { program: &plugin, is_kubevirt: false },
         };
         vm::boot(run, name, machine, &built.image, &plane.kubelet_files(name)?, payload).await?;
         ui.line(format!("{name} boots ({})", machine.accelerator));

@@ -7,6 +7,7 @@ mod definitions;
 mod drivers;
 mod finding;
 mod guests;
+mod holders;
 mod rights;
 mod sidecars;
 
@@ -35,6 +36,7 @@ async fn of_cluster(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
     if cluster.tier == Tier::Management {
         findings.extend(definitions::check(cluster).await?);
         findings.extend(guests::check(cluster).await?);
+        findings.extend(holders::check(cluster).await?);
     }
     findings.extend(drivers::check(cluster).await?);
     findings.extend(sidecars::check(cluster).await?);

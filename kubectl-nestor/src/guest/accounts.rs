@@ -30,7 +30,7 @@ pub(crate) async fn list(cluster: &Cluster) -> Result<Vec<Account>, Error> {
 }
 
 /// The guest with this name.
-pub(super) async fn find(cluster: &Cluster, name: &str, namespace: Option<&str>) -> Result<Account, Error> {
+pub(crate) async fn find(cluster: &Cluster, name: &str, namespace: Option<&str>) -> Result<Account, Error> {
     choose(name, namespace, &list(cluster).await?)
 }
 

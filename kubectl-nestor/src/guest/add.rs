@@ -23,6 +23,7 @@ use crate::cli::{Connection, Format, SYSTEM_NAMESPACE};
 use crate::clusters::{Cluster, Clusters};
 use crate::error::Error;
 use crate::lists::read;
+use crate::vm_api::{self, VmApi, is_kubevirt};
 
 /// Interval between two reads of the Secret with the token.
 const TOKEN_INTERVAL: Duration = Duration::from_secs(1);
@@ -66,6 +67,10 @@ pub struct AddArgs {
     /// Name of the guest's Cluster object. [default for a new guest: NAME]
     #[arg(long, value_name = "NAME", value_parser = subdomain)]
     pub cluster_object: Option<String>,
+    /// API of the guest's VMs, as in gc-csi's flag --vm-api. With kubevirt, the account gets rights on VMs of KubeVirt, and
+    /// admission policies that restrict them.
+    #[arg(long, value_name = "API", value_enum, default_value_t = VmApi::Auto)]
+    pub vm_api: VmApi,
     /// The namespace may have other guests.
     #[arg(long)]
     pub shared_namespace: bool,
@@ -152,7 +157,7 @@ pub async fn run(clusters: &Clusters, flags: &Connection, args: &AddArgs) -> Res
         namespace: guest.namespace.clone(),
         cluster_id: guest.cluster_id.clone(),
         changes,
-        values: output::values(args, guest, &cluster.server),
+        values: output::values(args, &request, &cluster.server),
         secret: secret::of_guest(&place, &token, &ca),
     };
     output::show(args, &added)
@@ -173,7 +178,8 @@ async fn plan(cluster: &Cluster, flags: &Connection, args: &AddArgs) -> Result<R
         false => Some(present::classes(cluster).await?),
     };
     let has_namespace = present::is_own_namespace(cluster, &manifests.namespace).await?;
-    let request = Request { manifests, limits, has_namespace };
+    let has_kubevirt = is_kubevirt(args.vm_api, vm_api::served(cluster).await?).map_err(Error::Refused)?;
+    let request = Request { manifests, limits, has_namespace, has_kubevirt };
     let present = Present {
         accounts: &accounts,
         budgets: &budgets,

@@ -20,6 +20,8 @@ pub(super) struct Request {
     pub(super) limits: Option<Limits>,
     /// Whether the namespace is one of the objects.
     pub(super) has_namespace: bool,
+    /// Whether its VMs are those of KubeVirt.
+    pub(super) has_kubevirt: bool,
 }
 
 /// Limits of a StorageBudget.
@@ -57,9 +59,14 @@ pub(super) fn objects(request: &Request) -> Result<Vec<DynamicObject>, Error> {
     let is_namespace = |object: &DynamicObject| api::kind(object) == "Namespace";
     let (namespace, account): (Vec<_>, Vec<_>) = account.into_iter().partition(is_namespace);
     let namespace = namespace.into_iter().filter(|_| request.has_namespace);
-    let policies = parse(&request.manifests.admission_policies())?;
+    let mut policies = parse(&request.manifests.admission_policies())?;
+    let mut rights = Vec::new();
+    if request.has_kubevirt {
+        policies.extend(parse(&request.manifests.kubevirt_policies())?);
+        rights = parse(&request.manifests.kubevirt_account_objects())?;
+    }
     let budget = request.limits.as_ref().map(|limits| budget(&request.manifests, limits));
-    let all = namespace.chain(policies).chain(budget).chain(account);
+    let all = namespace.chain(policies).chain(budget).chain(account).chain(rights);
     Ok(all.map(labelled).collect())
 }
 
@@ -162,9 +169,7 @@ fn neighbour(guest: &Guest, present: &Present<'_>) -> Option<String> {
 
 /// Whether two accounts of a namespace have Roles or Secrets of the same name.
 fn have_common_names(one: &str, other: &str) -> bool {
-    let names = |name: &str| {
-        [String::new(), "-credential".to_owned(), "-cluster".to_owned()].map(|end| format!("{name}{end}"))
-    };
+    let names = |name: &str| ["", "-credential", "-cluster", "-kubevirt"].map(|end| format!("{name}{end}"));
     let others = names(other);
     names(one).iter().any(|name| others.contains(name))
 }
@@ -210,6 +215,7 @@ mod tests {
             },
             limits,
             has_namespace: true,
+            has_kubevirt: false,
         }
     }
 
@@ -241,8 +247,22 @@ mod tests {
     }
 
     #[test]
+    fn with_kubevirt_there_are_policies_before_there_are_rights() {
+        let titles = |has_kubevirt| {
+            let objects = objects(&Request { has_kubevirt, ..request(None) }).unwrap();
+            objects.iter().map(api::title).collect::<Vec<_>>()
+        };
+        let with = titles(true);
+        let place = |title: &str| with.iter().position(|one| one == title).unwrap();
+        let last = "ValidatingAdmissionPolicyBinding kubevirt-instances.shop.guest-shop.nestor.dev";
+        assert!(place(last) < place("ServiceAccount guest-shop/shop"));
+        assert!(place(last) < place("RoleBinding guest-shop/shop-kubevirt"));
+        assert!(!titles(false).iter().any(|title| title.contains("kubevirt")));
+    }
+
+    #[test]
     fn the_credential_is_deleted_first_and_the_account_last() {
-        let mut all = objects(&request(None)).unwrap();
+        let mut all = objects(&Request { has_kubevirt: true, ..request(None) }).unwrap();
         all.retain(|object| stage(object).is_some());
         all.sort_by_key(stage);
         let titles: Vec<String> = all.iter().map(api::title).collect();

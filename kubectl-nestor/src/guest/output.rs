@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::add::{AddArgs, Deletion};
 use super::api::Outcome;
+use super::objects::Request;
 use crate::cli::Format;
 use crate::error::Error;
 use crate::render::{format, manifest, print};
@@ -47,12 +48,13 @@ pub(super) fn print_manifests(output: Format, objects: &[DynamicObject]) -> Resu
 }
 
 /// Values of nestor-guest for a guest.
-pub(super) fn values(args: &AddArgs, guest: &guest_manifests::Guest, server: &str) -> Value {
+pub(super) fn values(args: &AddArgs, request: &Request, server: &str) -> Value {
+    let guest = &request.manifests;
     let policy = match args.deletion {
         Deletion::Retain => json!({"onGuestDeletion": "Retain"}),
         Deletion::Delete => json!({"onGuestDeletion": "Delete", "clusterObject": guest.cluster_object}),
     };
-    json!({
+    let mut values = json!({
         "clusterId": guest.cluster_id,
         "management": {
             "namespace": guest.namespace,
@@ -60,7 +62,13 @@ pub(super) fn values(args: &AddArgs, guest: &guest_manifests::Guest, server: &st
             "token": {"secret": args.secret, "server": args.server.as_deref().unwrap_or(server)},
         },
         "controller": policy,
-    })
+    });
+    if request.has_kubevirt {
+        // VMs of KubeVirt have no zone.
+        values["management"]["vmApi"] = json!("kubevirt");
+        values["topology"] = json!({"enabled": false});
+    }
+    values
 }
 
 /// Writes the files for the guest and prints what is next; or prints all of it as data.

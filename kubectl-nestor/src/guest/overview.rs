@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crds::names::LABEL_CLUSTER_ID;
 use crds::{StorageBudget, VirtualMachine};
-use guest_manifests::{CLAIMS, POLICIES};
+use guest_manifests::{CLAIMS, KUBEVIRT_POLICIES, POLICIES};
 use jiff::Timestamp;
 use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicy;
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
@@ -101,6 +101,15 @@ impl Objects {
         })
     }
 
+    /// Names of the policies that do not exist. With KubeVirt, all of its policies exist, or none.
+    fn missing_policies(&self, policy: impl Fn(&str) -> String) -> Vec<String> {
+        let exists = |subject: &str| self.policies.contains_key(&policy(subject));
+        let has_kubevirt = KUBEVIRT_POLICIES.iter().any(|one| exists(one));
+        let of_kubevirt = KUBEVIRT_POLICIES.iter().filter(|_| has_kubevirt);
+        let missing = POLICIES.iter().chain(of_kubevirt).filter(|one| !exists(one));
+        missing.map(|one| policy(one)).collect()
+    }
+
     fn guest(&self, account: &Account, token_expires: Option<Timestamp>) -> Guest {
         let id = account.cluster_id.as_str();
         let claims =
@@ -121,11 +130,7 @@ impl Objects {
             volumes: volumes.len(),
             vms: vms.map(|vm| format!("{}/{}", vm.namespace().unwrap_or_default(), vm.name_any())).collect(),
             token_expires,
-            missing_policies: POLICIES
-                .map(policy)
-                .into_iter()
-                .filter(|name| !self.policies.contains_key(name))
-                .collect(),
+            missing_policies: self.missing_policies(policy),
         }
     }
 

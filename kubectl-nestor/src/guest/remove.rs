@@ -116,7 +116,8 @@ impl Removal<'_> {
 
     /// Deletes the objects of these stages.
     async fn delete(&self, stages: &[Stage]) -> Result<(), Error> {
-        let request = Request { manifests: self.manifests(), limits: None, has_namespace: false };
+        let manifests = self.manifests();
+        let request = Request { manifests, limits: None, has_namespace: false, has_kubevirt: true };
         let all = objects(&request)?;
         for wanted in stages {
             for object in all.iter().filter(|object| stage(object) == Some(*wanted)) {

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use crds::{VirtualMachine, VolumeAttachment, names};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
-use kube::api::ListParams;
+use kube::api::{DynamicObject, ListParams};
 use kube::core::ApiResource;
 use kube::{Api, ResourceExt};
 use serde::de::DeserializeOwned;
@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::clusters::{Cluster, Clusters};
 use crate::error::Error;
 use crate::gather::read::{vm_resource, vms};
+use crate::vm_api;
 
 /// Objects per page.
 const PAGE: u32 = 500;
@@ -79,9 +80,24 @@ pub async fn machines(cluster: &Cluster) -> Result<Vec<VirtualMachine>, Error> {
 
 /// VirtualMachines of all namespaces with these labels.
 pub async fn labelled_machines(cluster: &Cluster, labels: &str) -> Result<Vec<VirtualMachine>, Error> {
-    let resource = served_vms(cluster).await?;
-    let api = Api::all_with(cluster.client.clone(), &resource);
-    list(cluster, api, "VirtualMachines", Some(labels)).await
+    let served = vm_api::served(cluster).await?;
+    let mut machines = Vec::new();
+    if served.vm_operator || !served.kubevirt {
+        let api = Api::all_with(cluster.client.clone(), &served_vms(cluster).await?);
+        machines = list(cluster, api, "VirtualMachines", Some(labels)).await?;
+    }
+    if served.kubevirt {
+        let resource = vm_api::kubevirt_resource("VirtualMachine");
+        let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &resource);
+        let of_kubevirt = list(cluster, api, "VirtualMachines of KubeVirt", Some(labels)).await?;
+        // Only who they are is of interest.
+        machines.extend(of_kubevirt.into_iter().map(|one| {
+            let mut machine = VirtualMachine::new("", &resource, crds::VirtualMachineSpec::default());
+            machine.metadata = one.metadata;
+            machine
+        }));
+    }
+    Ok(machines)
 }
 
 async fn served_vms(cluster: &Cluster) -> Result<ApiResource, Error> {

@@ -69,7 +69,8 @@ impl Clusters {
         Api::namespaced(self.guest.clone(), "default")
     }
 
-    async fn run(&self, script: Script) -> Result<String> {
+    /// Runs a pod to its end; returns its output.
+    pub(super) async fn run(&self, script: Script) -> Result<String> {
         let pods = self.pods();
         let pod = script.pod()?;
         let name = pod.metadata.name.clone().context("a pod without a name")?;

@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
-use crate::management::holders::{Holders, TakeError};
+use crate::management::holders::{Holders, TakeError, back_off, may_be_outdated};
 use crate::management::virtual_machines::VirtualMachines;
 use crate::vm_volumes::holder::Holder;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, Vm, add_traces, plan_patch, revision};
@@ -232,6 +232,11 @@ impl Committer {
                         (conflicts, is_refused) = (MAX_CONFLICTS, true);
                     }
                     (base, is_live) = (Some(Arc::new(live)), true);
+                }
+                Err(error) if may_be_outdated(&error) && conflicts < MAX_CONFLICTS => {
+                    back_off(conflicts).await;
+                    conflicts += 1;
+                    (base, is_live) = (self.newest_vm(vm_name), false);
                 }
                 // Every attempt conflicted with a change of another client; a retry may succeed.
                 Err(ApiError::Invalid(message)) if !is_refused => {

@@ -169,7 +169,7 @@ impl Provider {
         let ClusterApi { image, .. } = state.cluster_api.as_ref().context("a lab without Cluster API")?;
         let kubelet = KubeletFiles::of_running(&guest(state)?.cluster, name)?;
         let plugin = state.binaries.join("gc-csi-node");
-        let payload = Payload::Plugin { program: &plugin, topology: true };
+        let payload = Payload::Plugin { program: &plugin, is_kubevirt: false };
         vm::boot(&self.run, name, record, image, &kubelet, payload).await
     }
 

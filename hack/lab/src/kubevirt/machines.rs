@@ -43,8 +43,7 @@ pub(super) async fn boot(
     vm::write_kubelet_kubeconfig(run, name, vm, kubelet)?;
     let plugin = run.state()?.binaries.join("gc-csi-node");
     let network = format!("ADDRESS={ADDRESS}\nGATEWAY={GATEWAY}\n");
-    // VMs of KubeVirt have no zone.
-    let payload = Payload::Plugin { program: &plugin, topology: false };
+    let payload = Payload::Plugin { program: &plugin, is_kubevirt: true };
     let config = vm::config_disk(&dir, name, vm, kubelet, payload, &network).await?;
     chown(&config, Some(QEMU), Some(QEMU))?;
     apply_one(client, object(guest, name, vm, &config)).await.map(drop)

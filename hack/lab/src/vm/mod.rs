@@ -33,6 +33,10 @@ const PLUGIN_ARGS: &str = "--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.
 --guest-kubeconfig=/config/kubeconfig
 ";
 const TOPOLOGY: &str = "--topology\n";
+/// With KubeVirt, gc-csi-node serves the volumes of kubevirt-csi too.
+const LEGACY: &str = "--legacy-driver-name=csi.kubevirt.io
+--legacy-endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/legacy.sock
+";
 
 /// What a VM runs beside containerd and kubelet.
 #[derive(Debug, Clone, Copy)]
@@ -41,8 +45,8 @@ pub enum Payload<'a> {
     Plugin {
         /// The program.
         program: &'a Path,
-        /// Whether it waits for the zone of its Node, which gc-csi takes from the VM.
-        topology: bool,
+        /// Whether the VM is one of KubeVirt. Else gc-csi-node waits for the zone of its Node, which gc-csi takes from the VM.
+        is_kubevirt: bool,
     },
     /// Pods with the images on this disk. They reach the API server at this port of the host.
     Pods {
@@ -304,8 +308,8 @@ pub(crate) async fn config_disk(
     let settings = KUBELET.replace("${PORT}", &vm.kubelet_port.to_string());
     write_private(&files.join("kubelet.yaml"), &settings.replace("${PROVIDER_ID}", &provider_id(vm)))?;
     kubelet.serving.write(&files, "kubelet")?;
-    if let Payload::Plugin { program, topology } = payload {
-        let args = PLUGIN_ARGS.replace("${NAME}", name) + if topology { TOPOLOGY } else { "" };
+    if let Payload::Plugin { program, is_kubevirt } = payload {
+        let args = PLUGIN_ARGS.replace("${NAME}", name) + if is_kubevirt { LEGACY } else { TOPOLOGY };
         write_private(&files.join("plugin.args"), &args)?;
         run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(program)).await?;
     }

@@ -2,6 +2,7 @@
 
 mod holders;
 mod pods;
+mod volumes;
 
 use std::path::{Path, PathBuf};
 

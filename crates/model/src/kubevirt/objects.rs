@@ -169,7 +169,7 @@ fn holder(at: VmIndex) -> Holder {
 
 fn text(record: Record) -> Option<String> {
     let (at, take) = record?;
-    Some(Taken { holder: holder(at), take: take.to_string() }.to_text())
+    Some(Taken { holder: holder(at), take: take.to_string(), blank: None }.to_text())
 }
 
 /// [`holder::decide_take`], and [`kubevirt::is_proven_off`] for the holder.

@@ -281,6 +281,23 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn an_attestation_has_the_boot_for_which_it_holds() {
+        let blank = AttachedDisk { blank_attestation: Some("a".to_owned()), ..attached().disk };
+        let new = Attached { disk: blank, boot: Some("b".to_owned()), ..attached() };
+        let context = published([Ok(new)]).await.0.unwrap();
+        assert_eq!(context[names::CONTEXT_BLANK_ATTESTATION], "a");
+        assert_eq!(context[names::CONTEXT_BLANK_BOOT], "b");
+    }
+
+    #[tokio::test]
+    async fn a_new_disk_is_not_attached_while_the_boot_of_its_node_is_unknown() {
+        let volumes = InMemory { boot: Err("no answer".to_owned()), ..InMemory::default() };
+        let answer = publish(&volumes, &VolumeLocks::default(), &request(), deadline()).await;
+        assert_eq!(answer.unwrap_err().code(), Code::Unavailable);
+        assert_eq!(volumes.attaches.taken(), 0);
+    }
+
+    #[tokio::test]
     async fn a_refusal_by_a_late_cache_is_not_final() {
         let (claim, other) = (ClaimName::new("c"), VmName::new("vm-2"));
         let in_use = AttachError::InUse {

@@ -2,7 +2,7 @@
 //! does not ensure a single writer. The rules are in [`crate::vm_volumes::holder`].
 
 use crds::names::{ANNOTATION_ATTACHED_TO, ANNOTATION_NEVER_ATTACHED, ClaimName};
-use json_patch::{PatchOperation, RemoveOperation, ReplaceOperation, TestOperation, jsonptr::PointerBuf};
+use json_patch::{PatchOperation, RemoveOperation, TestOperation, jsonptr::PointerBuf};
 use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -155,27 +155,10 @@ impl Holders {
 
     /// Removes a record that was read before the disk was proven detached. False if it has changed since.
     pub(super) async fn give_back(&self, name: &ClaimName, record: &str) -> Result<bool, ApiError> {
-        let removed = PatchOperation::Remove(RemoveOperation { path: record_path() });
-        self.replace(name, record, removed).await
-    }
-
-    /// Removes the attestation from a record. Returns the record that is left.
-    pub(super) async fn spend(&self, name: &ClaimName, record: &str) -> Result<Option<String>, ApiError> {
-        let Some(spent) = blank::spent(record) else { return Ok(Some(record.to_owned())) };
-        let replaced = ReplaceOperation { path: record_path(), value: json!(spent) };
-        let is_replaced = self.replace(name, record, PatchOperation::Replace(replaced)).await?;
-        Ok(is_replaced.then_some(spent))
-    }
-
-    /// Changes a record. False if it is not this one any more.
-    async fn replace(
-        &self,
-        name: &ClaimName,
-        record: &str,
-        operation: PatchOperation,
-    ) -> Result<bool, ApiError> {
         let test = TestOperation { path: record_path(), value: json!(record) };
-        match self.claims.json_patch(name, vec![PatchOperation::Test(test), operation]).await {
+        let remove = RemoveOperation { path: record_path() };
+        let patch = vec![PatchOperation::Test(test), PatchOperation::Remove(remove)];
+        match self.claims.json_patch(name, patch).await {
             Ok(_) | Err(ApiError::NotFound(_)) => Ok(true),
             Err(ApiError::Invalid(_) | ApiError::Conflict(_)) => Ok(false),
             Err(error) => Err(error),

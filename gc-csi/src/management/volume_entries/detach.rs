@@ -118,7 +118,6 @@ impl VolumeEntries {
         let entry = claim.entry();
         // Before the VM is changed: what is given back later is what was held then.
         let held = self.held(claim, vm_name).await?;
-        let held = self.spend(claim, vm_name, held).await?;
         let vm = match (self.find_involved(claim, vm_name, &entry).await?, &held) {
             (None, None) => return Ok(()),
             (None, Some(_)) => self.read(vm_name).await.map_err(DetachError::Commit)?.map(Arc::new),
@@ -177,20 +176,6 @@ impl VolumeEntries {
     ) -> Result<Option<(String, Holder)>, DetachError> {
         let Some(holders) = &self.holders else { return Ok(None) };
         holders.held_by(claim, vm_name).await.map_err(|source| self.api_error(vm_name, source))
-    }
-
-    /// Ends the attestation that the disk is blank: a later attach to the same VM must not find it, even if the claim is not given
-    /// back.
-    async fn spend(
-        &self,
-        claim: &ClaimName,
-        vm_name: &VmName,
-        held: Option<(String, Holder)>,
-    ) -> Result<Option<(String, Holder)>, DetachError> {
-        let (Some(holders), Some((record, holder))) = (&self.holders, held) else { return Ok(None) };
-        let left = holders.spend(claim, &record).await.map_err(|source| self.api_error(vm_name, source))?;
-        let taken_again = || DetachError::TakenAgain { claim: claim.clone(), vm_name: vm_name.clone() };
-        Ok(Some((left.ok_or_else(taken_again)?, holder)))
     }
 
     /// Gives the claim back. The VM with the UID `detached` is proven to not have the disk; another holder must be proven off.

@@ -16,7 +16,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use file_csi::file as volume_file;
+pub(crate) use file_csi::{devices_of_kubelet, file as volume_file};
 pub(crate) use machines::address;
 pub use machines::qemu;
 pub(crate) use node::{Node, remove_cgroups};

@@ -119,7 +119,7 @@ impl Bench<'_> {
         let is_ready = |one: Option<&DynamicObject>| one.is_some_and(|one| are_ready(one, &names));
         let start = Instant::now();
         let ready = await_condition(instances.clone(), &self.vm, is_ready);
-        tokio::try_join!(async { Ok(ready.await?) }, self.patch(patch)).context("attach by hand")?;
+        tokio::try_join!(async { anyhow::Ok(ready.await?) }, self.patch(patch)).context("attach by hand")?;
         let time = start.elapsed();
         self.patch(self.removals(&names).await?).await?;
         let is_gone = |one: Option<&DynamicObject>| one.is_some_and(|one| !has_any(one, &names));

@@ -90,7 +90,9 @@ fn lose_data(file: &Path) -> Result<()> {
 
 /// A pod that would use the volume gets this error instead.
 async fn is_not_mounted(pods: &PodScenario, volume: &Volume, expected: &[&str]) -> Result<()> {
-    let pod = Script::new("refused", &pods.second_node, "true").mount(volume, "/data");
+    // The events of another pod of the same name would count.
+    let name = format!("refused-{}", volume.claim);
+    let pod = Script::new(&name, &pods.second_node, "true").mount(volume, "/data");
     let pod = pods.start(pod).await?;
     pods.mount_failure(&pod, expected).await?;
     pods.remove(&pod).await?;

@@ -8,8 +8,8 @@ use anyhow::Result;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, fairness, idle, io, lifecycle, memory, pod, rbd,
-    recovery, retry, scale, sustain, trace, tracing,
+    attach, attach_kubevirt, blocked, burst, copy, create, delete, extents, fairness, idle, io, lifecycle,
+    memory, pod, rbd, recovery, retry, scale, sustain, trace, tracing,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -18,7 +18,7 @@ use bench::split_cpus::split_cpus;
 use bench::suite::{self, Step};
 use bench::work::Work;
 use clap::{Parser, Subcommand};
-use lab::{Lab, Setting};
+use lab::{Lab, Setting, VmManager};
 
 /// Measures a running lab.
 #[derive(Debug, Parser)]
@@ -64,6 +64,10 @@ enum Bench {
         work: Work,
         #[command(flatten)]
         others: attach::Others,
+        /// What makes the lab's virtual machines. With `kubevirt`, the attach is compared with the same PATCH of the
+        /// VirtualMachine made by hand.
+        #[arg(long, value_enum, default_value_t, value_name = "MANAGER", conflicts_with_all = ["reported", "attached"])]
+        vm_manager: VmManager,
     },
     /// Guest VolumeAttachment from its deletion until it is gone, compared with the storage infra's own detach.
     Detach(Work),
@@ -182,6 +186,7 @@ impl Bench {
             Self::Delete(_) => "delete",
             Self::Burst(_) => "burst",
             Self::Lifecycle { .. } => "lifecycle",
+            Self::Attach { vm_manager: VmManager::KubeVirt, .. } => "attach-kubevirt",
             Self::Attach { .. } => "attach",
             Self::Detach(_) => "detach",
             Self::Blocked { .. } => "blocked",
@@ -216,7 +221,10 @@ impl Bench {
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
             Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
-            Self::Attach { work, others } => attach::run(report, work, others, Direction::Attach).await,
+            Self::Attach { work, vm_manager: VmManager::KubeVirt, .. } => {
+                attach_kubevirt::run(report, work).await
+            }
+            Self::Attach { work, others, .. } => attach::run(report, work, others, Direction::Attach).await,
             Self::Detach(work) => {
                 attach::run(report, work, &attach::Others::default(), Direction::Detach).await
             }

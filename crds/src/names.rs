@@ -230,6 +230,15 @@ pub const FINALIZER_ATTACHED: &str = "nestor.dev/attached";
 /// Annotation on a management claim whose disk may be attached to one VM only, where the VM API does not ensure that: the VM that
 /// may have the disk, as JSON. Written by gc-csi before each attach, and removed when the disk is proven detached.
 pub const ANNOTATION_ATTACHED_TO: &str = "nestor.dev/attached-to";
+/// Annotation on a management claim that no VM has taken yet, where gc-csi attests that new volumes are blank. Set by gc-csi when it
+/// creates the claim without a source, and removed when a VM takes it first.
+pub const ANNOTATION_NEVER_ATTACHED: &str = "nestor.dev/never-attached";
+/// Annotation on such a claim: the volume's secret for marks of interrupted formats, as [`CONTEXT_FORMAT_TOKEN`].
+pub const ANNOTATION_FORMAT_TOKEN: &str = "nestor.dev/format-token";
+/// Annotation on a management StorageClass: [`NEW_VOLUMES_BLANK`] if new volumes of the class read as zeros. Set by the platform team.
+pub const ANNOTATION_NEW_VOLUMES: &str = "nestor.dev/new-volumes";
+/// Value of [`ANNOTATION_NEW_VOLUMES`].
+pub const NEW_VOLUMES_BLANK: &str = "blank";
 /// Annotation on a management StorageClass: the finalizer that gc-csi sets on the claims that it creates. Only
 /// [`FINALIZER_ATTACHED`] is set. Absent where mgmt-csi may be too old to remove it.
 pub const ANNOTATION_CLAIM_FINALIZER: &str = "nestor.dev/claim-finalizer";
@@ -256,6 +265,8 @@ pub const CONTEXT_MANAGEMENT_VOLUME: &str = "managementPV";
 pub const CONTEXT_OVERRIDDEN_PIN: &str = "overriddenManagementPV";
 /// Publish context key: ID of the attestation that the disk held no data before it was attached; absent without one.
 pub const CONTEXT_BLANK_ATTESTATION: &str = "blankAttestation";
+/// Publish context key: ID of the node's boot under which the attestation holds; absent if it holds under any.
+pub const CONTEXT_BLANK_BOOT: &str = "blankBoot";
 /// Publish context key: `true` if several guests use the volume; absent otherwise.
 pub const CONTEXT_SHARED: &str = "shared";
 /// Publish context key: secret of the volume, for the marker of a format in progress.

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
 use crds::names::{
-    CONTEXT_BLANK_ATTESTATION, CONTEXT_DISK_UUID, CONTEXT_FORMAT_TOKEN, CONTEXT_MANAGEMENT_VOLUME,
-    CONTEXT_OVERRIDDEN_PIN, CONTEXT_SHARED, MANAGEMENT_VOLUME,
+    CONTEXT_BLANK_ATTESTATION, CONTEXT_BLANK_BOOT, CONTEXT_DISK_UUID, CONTEXT_FORMAT_TOKEN,
+    CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, CONTEXT_SHARED, MANAGEMENT_VOLUME,
 };
 use csi::capability::{self, Access, Capability};
 use csi::{Status, proto, request};
@@ -20,6 +20,9 @@ use super::stage::{RequestedFilesystem, StageParams};
 
 /// Maximum length of a path in bytes (PATH_MAX without the final NUL).
 const MAX_PATH: usize = 4095;
+
+/// ID of the running kernel's boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Key of the volume context that marks an inline ephemeral volume.
 const CONTEXT_EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
@@ -180,14 +183,21 @@ fn same_bytes(volume: &HashMap<String, String>, attached: &HashMap<String, Strin
     )))
 }
 
+/// Whether a boot ID is that of the running kernel.
+fn is_present_boot(boot: &str) -> bool {
+    std::fs::read_to_string(BOOT_ID).is_ok_and(|present| present.trim() == boot)
+}
+
 /// Attestations of the storage infra about the disk; missing keys mean none.
 fn attestations(context: &HashMap<String, String>) -> Result<Attestations, Status> {
     // The error does not contain the value: the format token is a secret.
     let invalid = |key: &str| Status::invalid_argument(format!("{key} in publish_context is not a UUID"));
     let blank = context.get(CONTEXT_BLANK_ATTESTATION).map(|text| Uuid::try_parse(text));
     let token = context.get(CONTEXT_FORMAT_TOKEN).map(|text| FormatToken::parse(text));
+    let blank = blank.transpose().map_err(|_| invalid(CONTEXT_BLANK_ATTESTATION))?;
+    let holds = context.get(CONTEXT_BLANK_BOOT).is_none_or(|boot| is_present_boot(boot));
     Ok(Attestations {
-        blank: blank.transpose().map_err(|_| invalid(CONTEXT_BLANK_ATTESTATION))?,
+        blank: blank.filter(|_| holds),
         token: token.map(|token| token.ok_or_else(|| invalid(CONTEXT_FORMAT_TOKEN))).transpose()?,
     })
 }
@@ -307,6 +317,20 @@ mod tests {
             assert_eq!(refused.code(), tonic::Code::InvalidArgument);
             assert!(refused.message().contains(key) && !refused.message().contains("not-one"), "{refused}");
         }
+    }
+
+    #[test]
+    fn an_attestation_of_another_boot_does_not_hold() {
+        let uuid = Uuid::from_u128(7).to_string();
+        let of = |boot: &str| {
+            let keys = [(CONTEXT_BLANK_ATTESTATION, uuid.as_str()), (CONTEXT_BLANK_BOOT, boot)];
+            let keys = keys.map(|(key, value)| (key.to_owned(), value.to_owned()));
+            attestations(&HashMap::from(keys)).unwrap().blank
+        };
+        let present = std::fs::read_to_string(BOOT_ID).unwrap();
+        assert_eq!(of(present.trim()), Some(Uuid::from_u128(7)));
+        assert_eq!(of("another"), None);
+        assert_eq!(of(""), None);
     }
 
     #[test]

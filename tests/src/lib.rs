@@ -5,6 +5,7 @@
 //! either tier or the storage infra still holds any of them.
 
 pub mod accounts;
+mod backing;
 pub mod browser;
 mod budgets;
 pub mod bytes;

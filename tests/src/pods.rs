@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
+use crate::backing::Backing;
 use crate::cleanup::{alone, beside_others, run_and_clean_up};
 pub use crate::script::Script;
 use crate::script::{phase, termination_message};
@@ -203,9 +204,7 @@ impl PodScenario {
     pub async fn bound_volume(&self, name: &str) -> Result<Volume> {
         let (_, pv) = self.scenario.bound(name).await?;
         let handle = guest::handle(&pv)?;
-        let infra = self.scenario.infra_volume(&handle).await?;
-        let file = self.scenario.file_of(&infra).await?;
-        let disk = infra.disk_uuid.to_string();
+        let Backing { file, disk } = self.scenario.backing(&handle).await?;
         let volume = Volume { claim: name.to_owned(), pv: pv.name_any(), handle, file, disk };
         lock(&self.bound).push(volume.clone());
         Ok(volume)
@@ -232,6 +231,10 @@ impl PodScenario {
             if one.spec.source.persistent_volume_name.as_ref() == Some(&volume.pv) {
                 left.push(format!("storage.k8s.io/VolumeAttachment {}", one.name_any()));
             }
+        }
+        if self.scenario.lab.has_kubevirt() {
+            left.extend(self.scenario.kubevirt_entries(&volume.handle).await?);
+            return Ok(left);
         }
         for one in self.scenario.attachments().list(&all).await? {
             if one.spec.volume_name.as_str() == volume.handle {

@@ -14,6 +14,7 @@ use lab::{Lab, LoopNode};
 use rustix::process::Pid;
 use serde_json::json;
 
+use crate::backing::StorageInfra;
 use crate::driver::{self, Driver};
 use crate::own_namespace::OwnNamespace;
 use crate::own_pool::OwnPool;
@@ -38,7 +39,7 @@ pub struct Scenario {
     /// The management cluster, as its administrator.
     pub management: Client,
     /// The storage infra.
-    pub infra: infra_api::Client,
+    pub infra: StorageInfra,
     /// gc-csi's Controller service.
     pub driver: Driver,
     created: Mutex<Created>,
@@ -92,7 +93,7 @@ impl Scenario {
             cluster_id: lab.cluster_id(GUEST)?,
             guest,
             management: lab.management().await?,
-            infra: lab.infra()?,
+            infra: StorageInfra::of(&lab)?,
             driver: driver(&lab).await?,
             lab,
             created: Mutex::default(),

@@ -35,7 +35,7 @@ impl Scenario {
         let handle = handle(&volume)?;
         let claim = self.claims().get(&handle).await?.status;
         let claim = bytes(claim.as_ref().and_then(|status| status.capacity.as_ref()));
-        Ok([of_claim, of_volume, claim, self.infra_volume(&handle).await?.capacity_bytes])
+        Ok([of_claim, of_volume, claim, self.volume_bytes(&handle).await?])
     }
 
     /// Waits until the guest volume, management claim and storage infra have `size` MiB. Meanwhile no tier may report a

@@ -5,6 +5,7 @@ mod migrate;
 mod onboarding;
 mod pods;
 mod policies;
+mod volumes;
 
 use std::path::{Path, PathBuf};
 

@@ -408,7 +408,7 @@ async fn a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes
             Ok(kib > (mebibytes << 10) / 10 * 8 && kib <= mebibytes << 10)
         };
         ensure!(of_disk(size, 320)? && of_disk(size_larger, 640)?, "{output}");
-        let capacity = s.infra_volume(&larger.handle).await?.capacity_bytes;
+        let capacity = s.volume_bytes(&larger.handle).await?;
         ensure!(capacity == 640 << 20, "the volume has {capacity} bytes");
         Ok(())
     })

@@ -1,6 +1,7 @@
 //! The benches, one per file.
 
 pub mod attach;
+pub mod attach_kubevirt;
 pub mod blocked;
 pub mod burst;
 pub mod copy;

@@ -1,11 +1,14 @@
 //! Model checking of the attach protocol with KubeVirt, and proofs that the properties detect broken rules.
 
-use model::kubevirt::{Action, Budget, MOVES, Protocol, Rules, State, next};
+use model::kubevirt::{Action, Budget, MOVES, Protocol, Rules, State, TRUE_ATTESTATIONS, next};
 use model::{STAYS_ATTACHED, TRUE_RESULTS, TWO_WRITERS};
 use stateright::{Checker, HasDiscoveries, Model};
 
 /// Two attachments on either VM.
 const TWO: Budget = Budget { attachments: 2, timeouts: 0, leader_changes: 0, ends: 0, replicas: 1 };
+
+/// Properties that hold in every state.
+const ALWAYS: [&str; 4] = [TWO_WRITERS, TRUE_RESULTS, STAYS_ATTACHED, TRUE_ATTESTATIONS];
 
 /// Maximum number of transitions, explored breadth first, unless `NESTOR_MODEL_STATES` is set.
 const STEPS: usize = 150_000;
@@ -18,10 +21,10 @@ fn holds(budget: Budget) {
     let most = std::env::var("NESTOR_MODEL_STATES").map_or(STEPS, |most| most.parse().expect("a number"));
     let checker =
         Protocol { budget, rules: Rules::ALL }.checker().threads(threads()).target_state_count(most);
-    let failures = HasDiscoveries::AnyOf([TWO_WRITERS, TRUE_RESULTS, STAYS_ATTACHED].into());
+    let failures = HasDiscoveries::AnyOf(ALWAYS.into());
     let checker = checker.finish_when(failures).spawn_bfs().join();
     eprintln!("{budget:?}: {} states, {} transitions", checker.unique_state_count(), checker.state_count());
-    for property in [TWO_WRITERS, TRUE_RESULTS, STAYS_ATTACHED] {
+    for property in ALWAYS {
         if let Some(path) = checker.discoveries().remove(property) {
             let end = format!("{:#?}", path.last_state());
             let path: Vec<String> = path.into_actions().iter().map(|action| format!("{action:?}")).collect();
@@ -78,6 +81,11 @@ fn the_disk_moves_from_one_vm_to_the_other() {
 #[test]
 fn the_model_detects_attaches_that_do_not_take_the_claim() {
     fails(Rules { take_claims: false, ..Rules::ALL }, TWO, &[TWO_WRITERS]);
+}
+
+#[test]
+fn the_model_detects_attestations_of_disks_that_were_attached_before() {
+    fails(Rules { attest_unused: false, ..Rules::ALL }, TWO, &[TRUE_ATTESTATIONS]);
 }
 
 #[test]

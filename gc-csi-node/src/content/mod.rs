@@ -101,7 +101,8 @@ pub(crate) enum Refusal {
         "it reads as empty, but it is not attested blank, as only a volume is that was created without a source and never \
          written; it was not changed. If its data is not needed, {MANUAL_FORMAT}. If VirtualMachine.status.volumes has no \
          blankAttestation for any new disk, the VM Operator or the storage infra does not report attestations, which every new \
-         disk needs"
+         disk needs. With KubeVirt, new disks are attested if the management StorageClass has the annotation \
+         nestor.dev/new-volumes: blank, and only under their first attachment"
     )]
     NotAttested,
     /// Used since it was attested blank.

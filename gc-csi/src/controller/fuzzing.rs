@@ -78,7 +78,7 @@ fn clusters() -> InMemory {
         creations: Outcomes::of([Ok(bound)]),
         deletions: Outcomes::of([Ok(())]),
         expansions: Outcomes::of([Ok(1 << 30)]),
-        attaches: Outcomes::of([Ok(Attached { disk, volume: text("pv-1"), shared: false })]),
+        attaches: Outcomes::of([Ok(Attached { disk, volume: text("pv-1"), shared: false, boot: None })]),
         detaches: Outcomes::of([Ok(())]),
         snapshot_creations: Outcomes::of([Ok(Arc::new(snapshot()))]),
         snapshot_deletions: Outcomes::of([Ok(())]),

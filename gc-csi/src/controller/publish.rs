@@ -22,6 +22,9 @@ pub(super) trait AttachableVolumes: PinnedVolumes {
     /// Refuses capabilities that this driver or the VM Operator does not support.
     fn supports(&self, capability: &Capability) -> Result<(), Status>;
 
+    /// ID of the boot of a Node, if the disk of the volume may be attested blank and the Node is known.
+    async fn boot_of(&self, claim: &ClaimName, vm_name: &VmName) -> Result<Option<String>, String>;
+
     /// Attaches a disk and waits for its identity.
     async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError>;
 
@@ -43,6 +46,13 @@ pub(super) trait AttachableVolumes: PinnedVolumes {
 impl AttachableVolumes for Controller {
     fn supports(&self, capability: &Capability) -> Result<(), Status> {
         self.management.vm_operator.supports(std::slice::from_ref(capability))
+    }
+
+    async fn boot_of(&self, claim: &ClaimName, vm_name: &VmName) -> Result<Option<String>, String> {
+        match self.management.entries.is_unused(claim) {
+            true => self.guest.boot_of(vm_name).await,
+            false => Ok(None),
+        }
     }
 
     async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
@@ -113,11 +123,14 @@ pub(super) async fn publish(
     let _guard = locks.acquire(&format!("{volume} on {node}"))?;
     let named = volumes.requirements_of(&volume);
     let pin = pin_of_call(&request.volume_context, &named)?;
+    // A first attach without it would use up the attestation.
+    let boot = volumes.boot_of(&volume, &node).await.map_err(Status::unavailable)?;
     let attach = Attach {
         claim: volume,
         vm_name: node,
         read_only: request.readonly || capability.mode.is_read_only(),
         exclusive: !capability.mode.is_multi_node(),
+        boot,
         requirements: PvRequirements { pin, ..requirements(&capability, request.readonly) },
         volumes: named,
     };
@@ -176,13 +189,14 @@ pub(super) async fn unpublish(
 
 /// Publish context for the node plugin: the identity of the disk, and whether it may be formatted. It is stored in the
 /// guest's VolumeAttachment, which pods cannot read.
-fn context(Attached { disk, volume, shared }: Attached, pin: &Pin) -> HashMap<String, String> {
+fn context(Attached { disk, volume, shared, boot }: Attached, pin: &Pin) -> HashMap<String, String> {
     let AttachedDisk { uuid, blank_attestation, format_token } = disk;
     let entries = [
         (names::CONTEXT_DISK_UUID, Some(uuid)),
         (names::CONTEXT_MANAGEMENT_VOLUME, Some(volume)),
         (names::CONTEXT_OVERRIDDEN_PIN, pin.overridden().map(str::to_owned)),
         (names::CONTEXT_BLANK_ATTESTATION, blank_attestation),
+        (names::CONTEXT_BLANK_BOOT, boot),
         (names::CONTEXT_FORMAT_TOKEN, format_token),
         (names::CONTEXT_SHARED, shared.then(|| "true".to_owned())),
     ];
@@ -219,7 +233,7 @@ mod tests {
             blank_attestation: None,
             format_token: Some("t".to_owned()),
         };
-        Attached { disk, volume: "pv-1".to_owned(), shared: false }
+        Attached { disk, volume: "pv-1".to_owned(), shared: false, boot: None }
     }
 
     fn request() -> proto::ControllerPublishVolumeRequest {
@@ -264,6 +278,23 @@ mod tests {
         ];
         let expected = known.map(|(key, value)| (key.to_owned(), value.to_owned()));
         assert_eq!(context.unwrap(), HashMap::from(expected));
+    }
+
+    #[tokio::test]
+    async fn an_attestation_has_the_boot_for_which_it_holds() {
+        let blank = AttachedDisk { blank_attestation: Some("a".to_owned()), ..attached().disk };
+        let new = Attached { disk: blank, boot: Some("b".to_owned()), ..attached() };
+        let context = published([Ok(new)]).await.0.unwrap();
+        assert_eq!(context[names::CONTEXT_BLANK_ATTESTATION], "a");
+        assert_eq!(context[names::CONTEXT_BLANK_BOOT], "b");
+    }
+
+    #[tokio::test]
+    async fn a_new_disk_is_not_attached_while_the_boot_of_its_node_is_unknown() {
+        let volumes = InMemory { boot: Err("no answer".to_owned()), ..InMemory::default() };
+        let answer = publish(&volumes, &VolumeLocks::default(), &request(), deadline()).await;
+        assert_eq!(answer.unwrap_err().code(), Code::Unavailable);
+        assert_eq!(volumes.attaches.taken(), 0);
     }
 
     #[tokio::test]

@@ -74,6 +74,8 @@ pub(super) struct InMemory {
     pub(super) using: Vec<VmName>,
     /// Whether another driver name attached the disk.
     pub(super) attached_elsewhere: Result<bool, String>,
+    /// ID of the boot of the Node.
+    pub(super) boot: Result<Option<String>, String>,
     /// StorageClass of the guest claim.
     pub(super) class: Option<String>,
     /// Reclaim policies of the StorageClasses of guest and management cluster.
@@ -105,6 +107,7 @@ impl Default for InMemory {
             detaches: Outcomes::default(),
             using: Vec::new(),
             attached_elsewhere: Ok(false),
+            boot: Ok(None),
             class: Some(String::new()),
             policies: None,
             has_claim: Ok(true),
@@ -206,6 +209,10 @@ impl AttachableVolumes for InMemory {
 
     fn vms_using(&self, _: &ClaimName) -> Vec<VmName> {
         self.using.clone()
+    }
+
+    async fn boot_of(&self, _: &ClaimName, _: &VmName) -> Result<Option<String>, String> {
+        self.boot.clone()
     }
 
     async fn is_attached_under_another_name(&self, _: &ClaimName, _: &VmName) -> Result<bool, String> {

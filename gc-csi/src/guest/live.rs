@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use crds::names::{ClaimName, CsiName, VmName};
+use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, ListParams};
 use kube::core::GroupVersionKind;
@@ -65,6 +66,14 @@ impl Guest {
             format!("failed to read guest PersistentVolumeClaim {claim}: {}", chain(&error))
         })?;
         Ok(found.map_or(ClaimState::Gone, |found| state_of(&found, csi_name)))
+    }
+
+    /// ID of the boot of a Node, which its kubelet reports; None without a Node of this name.
+    pub(crate) async fn boot_of(&self, node: &VmName) -> Result<Option<String>, String> {
+        let found = Api::<Node>::all(self.client.clone()).get_opt(node).await;
+        let found = found.map_err(|error| format!("failed to read guest Node {node}: {}", chain(&error)))?;
+        let info = found.and_then(|node| node.status?.node_info);
+        Ok(info.map(|info| info.boot_id).filter(|boot| !boot.is_empty()))
     }
 
     /// Handles of all our PersistentVolumes, read from the API server.

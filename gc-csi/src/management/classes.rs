@@ -5,9 +5,10 @@ use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use kube::{Api, Client};
 use kube_kit::health::Health;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::partial::only;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+
+use super::objects::retain_keys;
 
 /// Informers of both kinds of classes.
 #[derive(Clone, Debug)]
@@ -26,8 +27,8 @@ impl Classes {
     ) -> Self {
         let storage = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
-                let annotations = class.metadata.annotations.take();
-                class.metadata.annotations = only(annotations, names::ANNOTATION_CLAIM_FINALIZER);
+                let read = [names::ANNOTATION_CLAIM_FINALIZER, names::ANNOTATION_NEW_VOLUMES];
+                retain_keys(&mut class.metadata.annotations, |key| read.contains(&key));
                 if let Some(parameters) = &mut class.parameters {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
@@ -94,6 +95,14 @@ impl Classes {
     pub(super) fn has_claim_finalizer(&self, class: &str) -> bool {
         let class = self.storage.get(&Key::cluster(class));
         class.is_some_and(|class| has_claim_finalizer(&class))
+    }
+
+    /// Whether new volumes of this StorageClass are blank, as the platform team states.
+    pub(super) fn has_blank_volumes(&self, class: &str) -> bool {
+        let class = self.storage.get(&Key::cluster(class));
+        let annotations = class.as_ref().and_then(|class| class.metadata.annotations.as_ref());
+        let stated = annotations.and_then(|all| all.get(names::ANNOTATION_NEW_VOLUMES));
+        stated.is_some_and(|stated| stated == names::NEW_VOLUMES_BLANK)
     }
 
     /// Whether a VolumeAttributesClass exists. Waits until `deadline` for a new class.

@@ -3,14 +3,17 @@
 
 use std::time::Duration;
 
-use crds::names::{ANNOTATION_ATTACHED_TO, ClaimName};
+use crds::names::{ANNOTATION_ATTACHED_TO, ANNOTATION_NEVER_ATTACHED, ClaimName};
 use json_patch::{PatchOperation, RemoveOperation, TestOperation, jsonptr::PointerBuf};
 use kube_kit::partial::PersistentVolumeClaim;
-use serde_json::json;
+use serde_json::{Value, json};
+use uuid::Uuid;
 
 use super::claims::Claims;
+use super::classes::Classes;
 use super::error::ApiError;
 use super::virtual_machines::VirtualMachines;
+use crate::vm_volumes::blank::{self, Blank, Evidence};
 use crate::vm_volumes::holder::{self, Holder, Take, Taken};
 
 /// Repetitions of a take after conflicts with other changes of the claim.
@@ -63,16 +66,23 @@ pub enum TakeError {
 #[derive(Debug, Clone)]
 pub(super) struct Holders {
     claims: Claims,
+    classes: Classes,
     vms: VirtualMachines,
 }
 
 impl Holders {
-    pub(super) fn new(claims: Claims, vms: VirtualMachines) -> Self {
-        Self { claims, vms }
+    pub(super) fn new(claims: Claims, classes: Classes, vms: VirtualMachines) -> Self {
+        Self { claims, classes, vms }
     }
 
-    /// Takes a claim for a VM. The claim must be taken after the VM was read to which the PATCH applies that adds the entry.
-    pub(super) async fn take(&self, name: &ClaimName, vm: &Holder) -> Result<(), TakeError> {
+    /// Takes a claim for a VM, whose node has this boot ID if it is known, and returns the record. The claim must be taken after the
+    /// VM was read to which the PATCH applies that adds the entry.
+    pub(super) async fn take(
+        &self,
+        name: &ClaimName,
+        vm: &Holder,
+        boot: Option<&str>,
+    ) -> Result<Taken, TakeError> {
         let api = |source| TakeError::Api { claim: name.clone(), source };
         let mut cached = self.claims.get(name);
         for repetition in 0..=MAX_CONFLICTS {
@@ -95,12 +105,12 @@ impl Holders {
                 }
                 Take::IfOff(holder) => return Err(TakeError::Held { claim: name.clone(), holder }),
             }
-            match self.write(name, &claim, vm).await {
+            match self.write(name, &claim, vm, boot).await {
                 Err(ApiError::Conflict(_)) => {}
                 Err(error) if may_be_outdated(&error) && repetition < MAX_CONFLICTS => {
                     back_off(repetition).await;
                 }
-                written => return written.map(drop).map_err(api),
+                written => return written.map_err(api),
             }
         }
         Err(api(ApiError::Conflict("every attempt conflicted with another change of the claim".to_owned())))
@@ -112,13 +122,40 @@ impl Holders {
         name: &ClaimName,
         read: &PersistentVolumeClaim,
         vm: &Holder,
-    ) -> Result<PersistentVolumeClaim, ApiError> {
-        let taken = Taken { holder: vm.clone(), take: format!("{:016x}", fastrand::u64(..)) };
+        boot: Option<&str>,
+    ) -> Result<Taken, ApiError> {
+        let new = || Some(Blank { id: Uuid::new_v4().to_string(), boot: boot?.to_owned() });
+        let blank = blank::attest(holder::recorded(&read.metadata), vm, self.evidence(read), new);
+        let taken = Taken { holder: vm.clone(), take: format!("{:016x}", fastrand::u64(..)), blank };
+        let mut annotations = json!({ANNOTATION_ATTACHED_TO: taken.to_text()});
+        if blank::is_unused(&read.metadata) {
+            annotations[ANNOTATION_NEVER_ATTACHED] = Value::Null;
+        }
         let metadata = json!({
             "uid": read.metadata.uid, "resourceVersion": read.metadata.resource_version,
-            "annotations": {ANNOTATION_ATTACHED_TO: taken.to_text()},
+            "annotations": annotations,
         });
-        self.claims.patch(name, json!({"metadata": metadata})).await
+        self.claims.patch(name, json!({"metadata": metadata})).await?;
+        Ok(taken)
+    }
+
+    fn evidence<'a>(&self, claim: &'a PersistentVolumeClaim) -> Evidence<'a> {
+        let class = claim.spec.storage_class_name.as_deref().unwrap_or_default();
+        Evidence {
+            claim: &claim.metadata,
+            volume: claim.spec.volume_name.as_deref(),
+            has_source: claim.spec.data_source.is_some() || claim.spec.has_data_source_ref,
+            is_class_blank: self.classes.has_blank_volumes(class),
+        }
+    }
+
+    /// The record on a claim now, if this VM holds it.
+    pub(super) async fn current(&self, name: &ClaimName, vm: &Holder) -> Result<Option<Taken>, TakeError> {
+        let read = self.claims.read(name).await;
+        let read = read.map_err(|source| TakeError::Api { claim: name.clone(), source })?;
+        let record = read.as_ref().and_then(|claim| holder::recorded(&claim.metadata));
+        let taken = record.and_then(|text| serde_json::from_str::<Taken>(text).ok());
+        Ok(taken.filter(|taken| taken.holder == *vm))
     }
 
     /// The record of a VM on a claim, to give back later. Read from the API server if the cache shows none.
@@ -139,12 +176,9 @@ impl Holders {
 
     /// Removes a record that was read before the disk was proven detached. False if it has changed since.
     pub(super) async fn give_back(&self, name: &ClaimName, record: &str) -> Result<bool, ApiError> {
-        let path = format!("/metadata/annotations/{}", ANNOTATION_ATTACHED_TO.replace('/', "~1"));
-        let path = PointerBuf::parse(path).unwrap_or_default();
-        let patch = [
-            PatchOperation::Test(TestOperation { path: path.clone(), value: json!(record) }),
-            PatchOperation::Remove(RemoveOperation { path }),
-        ];
+        let test = TestOperation { path: record_path(), value: json!(record) };
+        let remove = RemoveOperation { path: record_path() };
+        let patch = [PatchOperation::Test(test), PatchOperation::Remove(remove)];
         let mut repetition = 0;
         loop {
             match self.claims.json_patch(name, patch.to_vec()).await {
@@ -158,6 +192,11 @@ impl Holders {
             }
         }
     }
+}
+
+fn record_path() -> PointerBuf {
+    let path = format!("/metadata/annotations/{}", ANNOTATION_ATTACHED_TO.replace('/', "~1"));
+    PointerBuf::parse(path).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -127,7 +127,8 @@ impl Management {
             owner.clone(),
         );
         let of = || (claims.clone(), consumers.clone());
-        let entries = VolumeEntries::new(identity.clone(), vms.clone(), of(), vm_operator);
+        let stores = (claims.clone(), classes.clone(), consumers.clone());
+        let entries = VolumeEntries::new(identity.clone(), vms.clone(), stores, vm_operator);
         let owner_refs = OwnerRefs::new(identity.clone(), of(), snapshots.clone(), owner);
         Self {
             claims,

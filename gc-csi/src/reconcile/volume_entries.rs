@@ -189,6 +189,8 @@ impl VolumeEntries {
             // The entry on another VM may be the wrong one, as after a restore from a backup. The storage infra refuses
             // a second writer; if it has this attachment already, it keeps it.
             exclusive: false,
+            // The volume was attached before.
+            boot: None,
             requirements,
             volumes: volumes.iter().map(|volume| guest::requirements(volume)).collect(),
         };

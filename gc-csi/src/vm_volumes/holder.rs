@@ -12,6 +12,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::blank::Blank;
+
 /// The VM that may have a volume's disk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Holder {
@@ -29,6 +31,9 @@ pub struct Taken {
     pub holder: Holder,
     /// Different at every take.
     pub take: String,
+    /// The attestation that the disk was blank when it was taken, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blank: Option<Blank>,
 }
 
 impl Taken {
@@ -80,7 +85,7 @@ mod tests {
     }
 
     fn text(vm: &str, uid: &str) -> String {
-        Taken { holder: holder(vm, uid), take: "1".to_owned() }.to_text()
+        Taken { holder: holder(vm, uid), take: "1".to_owned(), blank: None }.to_text()
     }
 
     #[test]

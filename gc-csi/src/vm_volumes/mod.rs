@@ -4,6 +4,7 @@
 //! The rules see a [`Vm`]: its entries, and what is known of their disks. How entries are written into the objects of a VM API, and
 //! how their status is read from these, is the matter of [`VmApi`].
 
+pub mod blank;
 pub mod holder;
 pub mod kubevirt;
 mod observe;

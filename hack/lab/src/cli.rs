@@ -11,6 +11,7 @@ use crate::ceph::Engine;
 use crate::demo::demo;
 use crate::down::down;
 use crate::host::Host;
+use crate::kubevirt::VmManager;
 use crate::lab::Lab;
 use crate::run::Run;
 use crate::sanity::{Tier, sanity};
@@ -244,6 +245,16 @@ fn bench_needs_only_storage_infra(bench: &str, args: &[String]) -> bool {
     bench == "sustain" || (bench == "idle" && args.iter().any(|arg| arg == "--storage-infra"))
 }
 
+/// The lab of a bench. Most benches simulate their VMs.
+fn bench_options(args: &[String]) -> UpOptions {
+    let value = args.iter().position(|arg| arg == "--vm-manager").and_then(|at| args.get(at + 1));
+    let value =
+        value.map(String::as_str).or_else(|| args.iter().find_map(|arg| arg.strip_prefix("--vm-manager=")));
+    let on_kubevirt = value == Some("kubevirt");
+    let (vms, vm_manager) = if on_kubevirt { (1, VmManager::KubeVirt) } else { (0, VmManager::Libvirt) };
+    UpOptions { vms, vm_manager, release: true, ..UpOptions::default() }
+}
+
 async fn run_bench(ui: &Ui, run: &Run, bench: &str, args: &[String]) -> Result<ExitCode> {
     if bench_needs_no_lab(bench, args) {
         return verbs::bench(None, bench, args).await;
@@ -252,11 +263,28 @@ async fn run_bench(ui: &Ui, run: &Run, bench: &str, args: &[String]) -> Result<E
         cache::cargo::build_storage_infra(ui).await?;
         return verbs::bench(None, bench, args).await;
     }
-    let options = UpOptions { vms: 0, release: true, ..UpOptions::default() };
+    let options = bench_options(args);
     let work = async |lab: &Lab| verbs::bench(Some(lab), bench, args).await;
     with_any_lab(ui, run, "bench", &options, work).await
 }
 
 fn unfinished(run: &Run) -> String {
     format!("the lab at {} is not up (`cargo lab down` removes what was started)", run.dir().display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bench_of_kubevirt_has_a_lab_with_it() {
+        let manager = |args: &[&str]| {
+            let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+            bench_options(&args).vm_manager
+        };
+        assert_eq!(manager(&["--vm-manager", "kubevirt"]), VmManager::KubeVirt);
+        assert_eq!(manager(&["--count", "3", "--vm-manager=kubevirt"]), VmManager::KubeVirt);
+        assert_eq!(manager(&["--vm-manager", "libvirt"]), VmManager::Libvirt);
+        assert_eq!(manager(&["--count", "3"]), VmManager::Libvirt);
+    }
 }

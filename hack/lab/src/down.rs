@@ -102,17 +102,21 @@ async fn unmount_all(dir: &Path, selected: impl Fn(&Path) -> bool) -> Result<()>
     Ok(())
 }
 
-/// Detaches loop devices over files under a folder. A mounted one is detached by its unmount.
+/// Detaches loop devices over files under a folder, and those with which kubelet of a lab with KubeVirt holds the volumes there. A
+/// mounted one is detached by its unmount.
 async fn detach_loops(dir: &Path) -> Result<()> {
+    let held = kubevirt::devices_of_kubelet(dir);
+    let is_held = |file: &str| held.iter().any(|folder| file.contains(folder));
     let listed = crate::process::run(&mut command(
         "losetup",
         ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"],
     ))
     .await?;
-    for line in listed.lines() {
-        if let Some((device, file)) = line.split_once(' ')
-            && Path::new(file).starts_with(dir)
-        {
+    let mut devices: Vec<(&str, &str)> = listed.lines().filter_map(|line| line.split_once(' ')).collect();
+    // They hold the others.
+    devices.sort_by_key(|(_, file)| !is_held(file));
+    for (device, file) in devices {
+        if Path::new(file).starts_with(dir) || is_held(file) {
             let detached = crate::process::run(&mut command("losetup", ["--detach", device])).await;
             // A device with autoclear is freed by its unmount, perhaps after it was listed.
             let name = device.trim_start_matches("/dev/");

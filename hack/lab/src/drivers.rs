@@ -44,27 +44,42 @@ pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result
 
 /// Starts the replicas of a guest's gc-csi controller with its sidecars.
 pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) -> Result<()> {
+    // Only mgmt-csi publishes capacity.
+    let capacity = (state.vm_manager == VmManager::Libvirt).then_some(GUEST_NAMESPACE);
     let all = Replica::all(replicas).map(|replica| async move {
         let driver = start_gc_csi(run, state, name, replica).await?;
         let components = [
-            provisioner(state, &driver, Some(GUEST_NAMESPACE))?,
+            provisioner(state, &driver, capacity)?,
             attacher(state, &driver)?,
             resizer(state, &driver)?,
             snapshotter(state, &driver)?,
         ];
-        launch_all(run, components).await
+        launch_all(run, components).await?;
+        match state.vm_manager {
+            VmManager::Libvirt => Ok(()),
+            VmManager::KubeVirt => attach_volumes_of_kubevirt_csi(run, state, driver).await,
+        }
     });
     futures::future::try_join_all(all).await.map(drop)
 }
 
-/// Starts the gc-csi controller of a guest on VMs of KubeVirt with csi-attacher. The other sidecars need a CSI driver in the
-/// management cluster.
-pub async fn start_kubevirt_guest(run: &Run, state: &State, name: &str) -> Result<()> {
+/// Starts the csi-attacher of the name of kubevirt-csi, which gc-csi serves for volumes that it took over.
+async fn attach_volumes_of_kubevirt_csi(run: &Run, state: &State, driver: Driver<'_>) -> Result<()> {
+    let (tier, socket) = (format!("{}-kubevirt-csi", driver.tier), legacy_socket(&driver));
+    let driver = Driver { tier: &tier, socket, ..driver };
+    launch_all(run, [attacher(state, &driver)?]).await
+}
+
+/// Starts the sidecars of another CSI driver of the management cluster.
+pub(crate) async fn start_other_driver(run: &Run, state: &State, name: &str, socket: PathBuf) -> Result<()> {
+    let cluster = state.management.as_ref().context("no management cluster")?;
     for replica in Replica::all(1) {
-        let driver = start_gc_csi(run, state, name, replica).await?;
-        let (tier, socket) = (format!("{name}-kubevirt-csi"), legacy_socket(&driver));
-        let of_kubevirt_csi = Driver { name: driver.name.clone(), tier: &tier, socket, ..driver };
-        launch_all(run, [attacher(state, &driver)?, attacher(state, &of_kubevirt_csi)?]).await?;
+        let name = name.to_owned();
+        let socket = socket.clone();
+        let driver = Driver { name, tier: "mgmt", cluster, socket, replica, namespace: MANAGEMENT_NAMESPACE };
+        let components =
+            [provisioner(state, &driver, None)?, resizer(state, &driver)?, snapshotter(state, &driver)?];
+        launch_all(run, components).await?;
     }
     Ok(())
 }

@@ -47,7 +47,8 @@ pub async fn mount_pools(run: &Run, hosts: &[Host]) -> Result<BTreeMap<String, P
     Ok(pools.iter().map(|pool| pool.name.to_owned()).zip(made).collect())
 }
 
-async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
+/// Mounts a filesystem with reflinks.
+pub(crate) async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
     let dir = run.path("pools").join(name);
     let file = run.path("pools").join(format!("{name}.xfs"));
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;

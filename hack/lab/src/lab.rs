@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 
 use crate::audit::Audit;
+use crate::kubevirt::{self, VmManager};
 use crate::process::Process;
 use crate::run::Run;
 use crate::state::{Cluster, Component, Guest, Infra, State};
@@ -128,6 +129,16 @@ impl Lab {
     /// A client of the storage infra.
     pub fn infra(&self) -> Result<infra_api::Client> {
         infra::client(self.infra_record()?)
+    }
+
+    /// Whether KubeVirt makes the VMs: there is no storage infra.
+    pub fn has_kubevirt(&self) -> bool {
+        self.state.vm_manager == VmManager::KubeVirt
+    }
+
+    /// The file of a volume of the CSI driver that a lab with KubeVirt has in the management cluster.
+    pub fn file_csi_volume(&self, volume: &str) -> PathBuf {
+        kubevirt::volume_file(&self.run, volume)
     }
 
     /// Audit log of the management API server.

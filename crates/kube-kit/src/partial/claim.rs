@@ -5,7 +5,8 @@ use k8s_openapi::api::core::v1::{
     ModifyVolumeStatus, PersistentVolumeClaimCondition, TypedLocalObjectReference,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer};
 
 use super::{list, metadata, or_default, quantities};
 
@@ -34,6 +35,9 @@ pub struct PersistentVolumeClaimSpec {
     pub access_modes: Vec<String>,
     /// Data source.
     pub data_source: Option<Box<TypedLocalObjectReference>>,
+    /// Whether it has a `dataSourceRef`.
+    #[serde(default, rename = "dataSourceRef", deserialize_with = "is_set")]
+    pub has_data_source_ref: bool,
     /// `resources.requests.storage`, in bytes.
     #[serde(default, rename = "resources", deserialize_with = "quantities::requested")]
     pub requested: Option<u64>,
@@ -45,6 +49,11 @@ pub struct PersistentVolumeClaimSpec {
     pub volume_mode: Option<String>,
     /// Name of the bound volume, or of the volume to bind.
     pub volume_name: Option<String>,
+}
+
+/// Whether a field has a value, which is not kept.
+fn is_set<'de, D: Deserializer<'de>>(field: D) -> Result<bool, D::Error> {
+    Ok(Option::<IgnoredAny>::deserialize(field)?.is_some())
 }
 
 /// Status of a claim.
@@ -97,11 +106,13 @@ mod tests {
         .unwrap();
         assert_eq!(claim.metadata.managed_fields, None);
         assert_eq!(claim.spec.requested, Some(1 << 30));
+        assert!(claim.spec.has_data_source_ref);
         assert_eq!(claim.spec.data_source.unwrap().name, "s");
         assert_eq!((claim.status.capacity, claim.status.allocated), (Some(3 << 29), Some(2 << 30)));
         assert_eq!(claim.status.allocated_state.as_deref(), Some("ControllerResizeInProgress"));
         assert_eq!(claim.status.modify_volume_status.unwrap().status, "Pending");
         let new: PersistentVolumeClaim = serde_json::from_value(json!({"metadata": {"name": "c"}})).unwrap();
         assert_eq!((new.spec.requested, new.status.phase), (None, None));
+        assert!(!new.spec.has_data_source_ref);
     }
 }

@@ -15,6 +15,8 @@ use stateright::{Model, Property};
 
 use crate::{STAYS_ATTACHED, TRUE_RESULTS, TWO_WRITERS};
 
+/// A disk is attested blank only under its first attachment.
+pub const TRUE_ATTESTATIONS: &str = "attestations are true";
 /// The disk reaches the second VM.
 pub const MOVES: &str = "the disk moves to the other VM";
 
@@ -51,6 +53,7 @@ impl Model for Protocol {
         vec![
             Property::always(TWO_WRITERS, |_, state: &State| !state.vms.iter().all(|vm| vm.plugged)),
             Property::always(TRUE_RESULTS, |_, state: &State| !state.false_result),
+            Property::always(TRUE_ATTESTATIONS, |_, state: &State| !state.false_attestation),
             Property::always(STAYS_ATTACHED, |_, state: &State| {
                 let is_lost = |vm: &state::Machine| {
                     vm.attachment == state::Attachment::Attached && !vm.plugged && !vm.ended

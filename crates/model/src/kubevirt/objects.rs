@@ -1,9 +1,13 @@
 //! Adapter between model states and the decision functions: builds KubeVirt's objects, calls the function, and reduces its result.
 
+use std::collections::BTreeMap;
+
 use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED};
+use gc_csi::vm_volumes::blank::{self, Blank, Evidence};
 use gc_csi::vm_volumes::holder::{self, Holder, Take, Taken};
 use gc_csi::vm_volumes::kubevirt::{self, Standing};
 use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision, VmApi};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Value, json};
 
 use super::state::*;
@@ -167,9 +171,27 @@ fn holder(at: VmIndex) -> Holder {
     Holder { vm: name(at), uid: uid(at) }
 }
 
+fn attestation() -> Blank {
+    Blank { id: "attestation".to_owned(), boot: "boot".to_owned() }
+}
+
 fn text(record: Record) -> Option<String> {
-    let (at, take) = record?;
-    Some(Taken { holder: holder(at), take: take.to_string() }.to_text())
+    let (at, take, is_blank) = record?;
+    let blank = is_blank.then(attestation);
+    Some(Taken { holder: holder(at), take: take.to_string(), blank }.to_text())
+}
+
+/// [`blank::attest`] for a take that replaces this record, of a new volume that a VM has taken or none ever has.
+pub fn attests(at: VmIndex, record: Record, is_unused: bool) -> bool {
+    let mut annotations = BTreeMap::from([(names::ANNOTATION_FORMAT_TOKEN.to_owned(), "token".to_owned())]);
+    if is_unused {
+        annotations.insert(names::ANNOTATION_NEVER_ATTACHED.to_owned(), "true".to_owned());
+    }
+    let claim =
+        ObjectMeta { uid: Some("uid".to_owned()), annotations: Some(annotations), ..ObjectMeta::default() };
+    let evidence =
+        Evidence { claim: &claim, volume: Some("pvc-uid"), has_source: false, is_class_blank: true };
+    blank::attest(text(record).as_deref(), &holder(at), evidence, || Some(attestation())).is_some()
 }
 
 /// [`holder::decide_take`], and [`kubevirt::is_proven_off`] for the holder.

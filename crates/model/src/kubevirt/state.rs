@@ -35,6 +35,8 @@ pub struct Rules {
     pub outdate_additions: bool,
     /// A detach gives back only the record that it read before it changed the VM.
     pub give_back_what_was_read: bool,
+    /// Only a claim that no VM ever took is attested blank.
+    pub attest_unused: bool,
     /// A result counts only if virt-controller had handled the change, and the instance was written or read after that.
     pub prove_results: bool,
 }
@@ -46,6 +48,7 @@ impl Rules {
         take_again: true,
         outdate_additions: true,
         give_back_what_was_read: true,
+        attest_unused: true,
         prove_results: true,
     };
 }
@@ -110,8 +113,8 @@ pub struct Machine {
     pub synced: bool,
 }
 
-/// Record on the claim: VM and number of the take.
-pub type Record = Option<(VmIndex, u8)>;
+/// Record on the claim: VM, number of the take, and whether it attests that the disk is blank.
+pub type Record = Option<(VmIndex, u8, bool)>;
 
 /// Copies of a VM's objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -157,7 +160,7 @@ pub struct Call {
     pub caller: Caller,
     /// Its stage.
     pub stage: Stage,
-    /// The record that a detach read.
+    /// The record that a detach read, or an attach wrote.
     pub held: Record,
 }
 
@@ -181,6 +184,10 @@ pub struct State {
     pub vms: [Machine; 2],
     /// Record on the claim.
     pub record: Record,
+    /// Whether no VM ever took the claim.
+    pub unused: bool,
+    /// Whether the disk was ever reported as attached.
+    pub was_used: bool,
     /// Number of takes so far.
     pub takes: u8,
     /// Last version.
@@ -191,6 +198,8 @@ pub struct State {
     pub budget: Budget,
     /// Whether a call ever returned a false result.
     pub false_result: bool,
+    /// Whether a disk was ever attested blank that had been attached before.
+    pub false_attestation: bool,
 }
 
 impl State {
@@ -212,11 +221,14 @@ impl State {
         Self {
             vms: [machine; 2],
             record: None,
+            unused: true,
+            was_used: false,
             takes: 0,
             version: 1,
             replicas: [replica; 2],
             budget,
             false_result: false,
+            false_attestation: false,
         }
     }
 
@@ -261,7 +273,7 @@ impl State {
             versions.extend(machine.instance.as_mut().map(|instance| &mut instance.version));
         }
         for replica in &mut self.replicas {
-            takes.extend(replica.record.as_mut().map(|(_, take)| take));
+            takes.extend(replica.record.as_mut().map(|(_, take, _)| take));
             for (at, vm) in replica.vms.iter_mut().enumerate() {
                 versions.extend([&mut vm.version, &mut vm.confirmed]);
                 generations[at].extend([&mut vm.generation, &mut vm.handled]);
@@ -269,7 +281,7 @@ impl State {
             versions.extend(replica.instances.iter_mut().flatten().map(|instance| &mut instance.version));
             for (at, call) in replica.calls.iter_mut().enumerate() {
                 let Some(call) = call else { continue };
-                takes.extend(call.held.as_mut().map(|(_, take)| take));
+                takes.extend(call.held.as_mut().map(|(_, take, _)| take));
                 match &mut call.stage {
                     Stage::Take(seen) | Stage::Patch(seen) => {
                         versions.extend([&mut seen.vm.version, &mut seen.vm.confirmed]);
@@ -284,7 +296,7 @@ impl State {
                 }
             }
         }
-        takes.extend(self.record.as_mut().map(|(_, take)| take));
+        takes.extend(self.record.as_mut().map(|(_, take, _)| take));
         self.version = rank(versions);
         self.takes = rank(takes);
         generations.into_iter().map(rank).for_each(drop);

@@ -188,7 +188,7 @@ fn gc_continues(state: &mut State, at: VmIndex, replica: ReplicaIndex, rules: Ru
             Some(stage) => Some(stage),
             None => return answered(state, at, replica, call),
         },
-        (Stage::Take(base), _) => takes(state, at, base),
+        (Stage::Take(base), _) => takes(state, at, base, rules).inspect(|_| call.held = state.record),
         (Stage::Patch(base), _) => patches(state, at, base, call, rules),
         (Stage::Wait(since, handled_at), _) => {
             match waits(state, at, replica, call.kind, (since, handled_at), rules) {
@@ -229,11 +229,13 @@ fn starts_detach(state: &State, at: VmIndex, replica: ReplicaIndex, call: &mut C
 }
 
 /// Takes the claim. The write fails if the claim has changed since it was read, so it applies to the present one.
-fn takes(state: &mut State, at: VmIndex, base: Seen) -> Option<Stage> {
+fn takes(state: &mut State, at: VmIndex, base: Seen, rules: Rules) -> Option<Stage> {
     let other = state.vms[1 - at].instance;
     objects::may_take(at, state.record, other).then(|| {
+        let is_blank = objects::attests(at, state.record, state.unused || !rules.attest_unused);
         state.takes += 1;
-        state.record = Some((at, state.takes));
+        state.record = Some((at, state.takes, is_blank));
+        state.unused = false;
         Stage::Patch(base)
     })
 }
@@ -300,6 +302,8 @@ fn answered(state: &mut State, at: VmIndex, replica: ReplicaIndex, call: Call) {
             if is_awaited {
                 machine.attachment = Attachment::Attached;
                 machine.was_attached = true;
+                state.false_attestation |= state.was_used && call.held.is_some_and(|(_, _, blank)| blank);
+                state.was_used = true;
             }
         }
         Kind::Unpublish => {

@@ -10,6 +10,7 @@ use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use process_kit::operation;
 use tokio::time::Instant;
+use uuid::Uuid;
 
 use super::{BoundClaim, DeleteError, NewClaim, Provisioner, Source};
 use crate::compatibility::Incompatible;
@@ -319,6 +320,10 @@ impl Provisioner {
             // mgmt-csi updates the annotation once the volume exists.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
+        if self.attests_blank(request) {
+            annotations.insert(names::ANNOTATION_NEVER_ATTACHED.to_owned(), "true".to_owned());
+            annotations.insert(names::ANNOTATION_FORMAT_TOKEN.to_owned(), Uuid::new_v4().to_string());
+        }
         if let Some(context) = operation::trace_parent() {
             annotations.insert(names::ANNOTATION_TRACEPARENT.to_owned(), context.to_string());
         }
@@ -339,6 +344,13 @@ impl Provisioner {
             }),
             status: None,
         }
+    }
+
+    /// Whether [`crate::vm_volumes::blank`] may attest later that the volume is blank.
+    fn attests_blank(&self, request: &NewClaim) -> bool {
+        self.vms.vm_api().has_holders()
+            && request.source.is_none()
+            && self.classes.has_blank_volumes(&request.class)
     }
 
     /// Whether the claim is for a raw block volume.

@@ -7,12 +7,14 @@ use process_kit::text::one_line;
 use tokio::time::Instant;
 
 use super::VolumeEntries;
-use super::commit::{CommitError, Operation};
+use super::commit::{Added, CommitError, Operation};
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::claims::{bound_to, is_bound};
 use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::holders::TakeError;
 use crate::management::recent_outcomes::disk_key;
+use crate::vm_volumes::blank::{self, Blank};
+use crate::vm_volumes::holder::{Holder, Taken};
 use crate::vm_volumes::{
     self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, Vm, kubevirt, revision,
 };
@@ -31,6 +33,8 @@ pub(crate) struct Attach {
     pub read_only: bool,
     /// Whether the disk may be attached to one VM only.
     pub exclusive: bool,
+    /// ID of the boot of the VM's node, if the disk may be attested blank.
+    pub boot: Option<String>,
     /// Requirements of the call on the claim.
     pub requirements: PvRequirements,
     /// Requirements of the guest's PersistentVolumes with this handle; usually one.
@@ -46,6 +50,8 @@ pub(crate) struct Attached {
     pub volume: String,
     /// Whether several guests use the volume.
     pub shared: bool,
+    /// ID of the node's boot under which the attestation of a blank disk holds; None if it holds under any.
+    pub boot: Option<String>,
 }
 
 /// Why a disk is not attached.
@@ -139,7 +145,7 @@ impl From<CommitError> for AttachError {
 impl VolumeEntries {
     /// Attaches the disk and returns its identity.
     pub(crate) async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
-        let Attach { claim, vm_name, read_only, exclusive, requirements, volumes } = request;
+        let Attach { claim, vm_name, read_only, exclusive, boot: _, requirements, volumes } = request;
         if let Some(why) = self.vm_operator.refuses_read_only().filter(|_| *read_only) {
             return Err(AttachError::ReadOnly(claim.clone(), why));
         }
@@ -169,23 +175,51 @@ impl VolumeEntries {
         let consumer = Consumer::of(volumes).unwrap_or_else(|| Consumer::new("", *read_only));
         self.consumers.record(claim, &consumer).await?;
 
-        let since = match step {
+        let Added { since, taken } = match step {
             AttachStep::Differs(read_only_now) => {
                 let how = if read_only_now { "read-only" } else { "writable" };
                 return Err(AttachError::Differs { claim: claim.clone(), vm_name: vm_name.clone(), how });
             }
-            AttachStep::Confirm if self.recently_attached(claim, vm_name, &vm) => revision(&vm),
+            AttachStep::Confirm if self.recently_attached(claim, vm_name, &vm) => {
+                Added { since: revision(&vm), taken: self.present_record(claim, &vm).await? }
+            }
             AttachStep::Confirm | AttachStep::Add | AttachStep::Elsewhere => {
                 self.add(request, &operation, &entry, &volume, deadline).await?
             }
         };
-        let disk = self.wait_attached(request, &entry, &since, deadline).await?;
+        let mut disk = self.wait_attached(request, &entry, &since, deadline).await?;
         // The claim may have been recreated meanwhile, so that another disk was attached.
         if requirements.pin.to().is_some() {
             self.claims.check_compatible(claim, requirements)?;
         }
         self.attached.record(disk_key(claim, vm_name), vm.metadata.uid.as_deref().unwrap_or_default());
-        Ok(Attached { disk, volume, shared })
+        let boot = self.attest(&mut disk, claim, taken);
+        Ok(Attached { disk, volume, shared, boot })
+    }
+
+    /// Whether no VM has taken a claim yet, so that its disk may be attested blank.
+    pub(crate) fn is_unused(&self, claim: &ClaimName) -> bool {
+        let claim = self.holders.as_ref().and_then(|_| self.claims.get(claim));
+        claim.is_some_and(|claim| blank::is_unused(&claim.metadata))
+    }
+
+    /// Adds what the record on the claim attests, if claims have holders. Returns the boot for which it holds.
+    fn attest(&self, disk: &mut AttachedDisk, claim: &ClaimName, taken: Option<Taken>) -> Option<String> {
+        let taken = taken?;
+        let claim = self.claims.get(claim);
+        disk.format_token = claim.and_then(|claim| blank::format_token(&claim.metadata).map(str::to_owned));
+        let Blank { id, boot } = taken.blank?;
+        disk.blank_attestation = Some(id);
+        Some(boot)
+    }
+
+    /// The record of a VM on a claim whose disk it has.
+    async fn present_record(&self, claim: &ClaimName, vm: &Vm) -> Result<Option<Taken>, AttachError> {
+        let Some(holders) = &self.holders else { return Ok(None) };
+        let uid = vm.metadata.uid.clone().unwrap_or_default();
+        let holder = Holder { vm: vm.metadata.name.clone().unwrap_or_default(), uid };
+        let current = holders.current(claim, &holder).await;
+        current.map_err(|error| AttachError::Commit(error.into()))
     }
 
     /// Adds or confirms the entry, after a previous detach has completed: its end would detach the disk again.
@@ -196,7 +230,7 @@ impl VolumeEntries {
         entry: &str,
         volume: &str,
         deadline: Instant,
-    ) -> Result<Revision, AttachError> {
+    ) -> Result<Added, AttachError> {
         let left = self
             .vms
             .wait_for(&request.vm_name, deadline, |vm| {
@@ -215,7 +249,7 @@ impl VolumeEntries {
             multi_writer: self.needs_multi_writer(&request.claim),
             serial: self.holders.is_some().then(|| kubevirt::serial(volume)),
         };
-        self.committer.commit(operation, change).await.map_err(|error| match error {
+        self.committer.add(operation, change, request.boot.clone()).await.map_err(|error| match error {
             // The informer lagged.
             CommitError::Refused(Refusal::Detaching { .. }) => detaching(),
             CommitError::Take(TakeError::Held { claim, holder }) => {

@@ -28,7 +28,7 @@ use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::holders::{Holders, TakeError, back_off, may_be_outdated};
 use crate::management::virtual_machines::VirtualMachines;
-use crate::vm_volumes::holder::Holder;
+use crate::vm_volumes::holder::{Holder, Taken};
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, Vm, add_traces, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
@@ -76,11 +76,27 @@ pub enum KeepReason {
 /// Checks at the guest's API server whether an entry may be removed.
 pub(crate) type MayRemove = Arc<dyn Fn() -> BoxFuture<'static, Result<(), KeepReason>> + Send + Sync>;
 
+/// A record that is written while a change is committed.
+type TakenSlot = Arc<Mutex<Option<Taken>>>;
+
+/// An addition that is committed.
+#[derive(Debug)]
+pub(super) struct Added {
+    /// The VM with the entry.
+    pub(super) since: Revision,
+    /// The record on the claim, if claims have holders.
+    pub(super) taken: Option<Taken>,
+}
+
 /// A change and the channel for its outcome.
 pub(super) struct Request {
     change: EntryChange,
     /// Set for removals.
     may_remove: Option<MayRemove>,
+    /// ID of the boot of the VM's node, if the disk may be attested blank.
+    boot: Option<String>,
+    /// The record with which the claim of an addition was taken last.
+    taken: TakenSlot,
     /// Trace context of the operation.
     context: Option<TraceParent>,
     done: oneshot::Sender<Result<Revision, CommitError>>,
@@ -117,14 +133,18 @@ impl Committer {
         self.batcher.begin(vm_name)
     }
 
-    /// Commits a change, batched with others of the same VM. If the caller is cancelled, a PATCH in flight completes,
+    /// Commits an addition, batched with other changes of the same VM. If the caller is cancelled, a PATCH in flight completes,
     /// but no new one is sent for its change.
-    pub(super) async fn commit(
+    pub(super) async fn add(
         &self,
         operation: &Operation,
         change: EntryChange,
-    ) -> Result<Revision, CommitError> {
-        self.request(operation, change, None).await
+        boot: Option<String>,
+    ) -> Result<Added, CommitError> {
+        let taken = TakenSlot::default();
+        let since = self.request(operation, change, None, (boot, taken.clone())).await?;
+        let taken = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok(Added { since, taken })
     }
 
     /// Removes an entry if `may_remove` allows it.
@@ -134,7 +154,8 @@ impl Committer {
         entry: &str,
         may_remove: MayRemove,
     ) -> Result<Revision, CommitError> {
-        self.request(operation, EntryChange::Remove { name: entry.to_owned() }, Some(may_remove)).await
+        let change = EntryChange::Remove { name: entry.to_owned() };
+        self.request(operation, change, Some(may_remove), Default::default()).await
     }
 
     async fn request(
@@ -142,9 +163,11 @@ impl Committer {
         operation: &Operation,
         change: EntryChange,
         may_remove: Option<MayRemove>,
+        (boot, taken): (Option<String>, TakenSlot),
     ) -> Result<Revision, CommitError> {
         let (done, outcome) = oneshot::channel();
-        let request = Request { change, may_remove, context: operation::trace_parent(), done };
+        let context = operation::trace_parent();
+        let request = Request { change, may_remove, boot, taken, context, done };
         if let Some(mut batches) = self.batcher.push(operation, request) {
             let committer = self.clone();
             supervise::worker(format!("batcher of VM {}", operation.vm_name()), async move {
@@ -253,7 +276,12 @@ impl Committer {
         let holder = Holder { vm: vm_name.to_string(), uid: vm.metadata.uid.clone().unwrap_or_default() };
         let taking = batch.iter().map(|request| async {
             match &request.change {
-                EntryChange::Add { claim, .. } => holders.take(&ClaimName::new(claim), &holder).await,
+                EntryChange::Add { claim, .. } => {
+                    let taken =
+                        holders.take(&ClaimName::new(claim), &holder, request.boot.as_deref()).await?;
+                    *request.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+                    Ok::<_, TakeError>(())
+                }
                 EntryChange::Remove { .. } => Ok(()),
             }
         });
@@ -421,7 +449,7 @@ mod tests {
             let (committer, change) = (committer.clone(), change(format!("disk-{number}")));
             operations.push(tokio::spawn(async move {
                 let operation = committer.begin(&VmName::new("vm"));
-                committer.commit(&operation, change).await.unwrap();
+                committer.request(&operation, change, None, Default::default()).await.unwrap();
                 tokio::time::sleep(Duration::from_millis(120)).await;
             }));
             tokio::time::sleep(apart).await;

@@ -13,6 +13,7 @@ mod detach;
 use tokio::time::Instant;
 
 use super::claims::Claims;
+use super::classes::Classes;
 use super::consumers::Consumers;
 use super::error::ApiError;
 use super::holders::Holders;
@@ -49,11 +50,11 @@ impl VolumeEntries {
     pub(super) fn new(
         identity: GuestIdentity,
         vms: VirtualMachines,
-        (claims, consumers): (Claims, Consumers),
+        (claims, classes, consumers): (Claims, Classes, Consumers),
         vm_operator: VmOperator,
     ) -> Self {
         let has_holders = vms.vm_api().has_holders();
-        let holders = has_holders.then(|| Holders::new(claims.clone(), vms.clone()));
+        let holders = has_holders.then(|| Holders::new(claims.clone(), classes, vms.clone()));
         let committer = Committer::new(vms.clone(), holders.clone());
         let (attached, detached) = (RecentOutcomes::default(), RecentOutcomes::default());
         Self { identity, vms, claims, consumers, vm_operator, committer, holders, attached, detached }

@@ -48,6 +48,11 @@ pub(crate) async fn build_storage_infra(ui: &Ui) -> Result<PathBuf> {
     build_in(ui, &repository(), &["storage-infra"], &target_dir()?, true).await
 }
 
+/// Builds the lab's own CSI driver and returns its program.
+pub(crate) async fn build_file_csi(ui: &Ui) -> Result<PathBuf> {
+    Ok(build_in(ui, &repository(), &["file-csi"], &target_dir()?, false).await?.join("file-csi"))
+}
+
 /// Builds Nestor's programs for an architecture and returns their folder.
 pub async fn build_for(ui: &Ui, release: bool, architecture: Architecture) -> Result<PathBuf> {
     match architecture.cross() {

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::image::install_debian;
 use super::oci::write_images;
-use super::{BaseImage, Key, entry, packages, tools};
+use super::{BaseImage, Key, cargo, entry, packages, tools};
 use crate::oci::Layout;
 use crate::process::{command, run};
 use crate::ui::Ui;
@@ -64,6 +64,8 @@ pub(crate) struct KubeVirt {
     pub(crate) programs: PathBuf,
     /// The node's root filesystem.
     pub(crate) root: PathBuf,
+    /// The CSI driver of the management cluster.
+    pub(crate) file_csi: PathBuf,
     /// Archives of container images.
     pub(crate) archives: [PathBuf; 3],
 }
@@ -83,6 +85,7 @@ pub(crate) async fn kubevirt(ui: &Ui, image: &BaseImage, cmdline: &str) -> Resul
     let disks = disks(ui, image, cmdline).await?;
     Ok(KubeVirt {
         programs,
+        file_csi: cargo::build_file_csi(ui).await?,
         root: node.join("root"),
         archives: [node.join("images.tar"), node.join("launcher.tar"), disks.join("disks.tar")],
     })

@@ -12,3 +12,4 @@ pub use tiers::{
     create_namespace, prepare_guest, prepare_guest_account, prepare_guest_kubevirt, prepare_guest_namespace,
     prepare_management, prepare_management_roles, remove_guest_account, token_kubeconfig,
 };
+pub(crate) use tiers::{prepare_guest_with_classes, prepare_other_driver};

@@ -69,6 +69,13 @@ pub async fn prepare_management_roles(cluster: &Cluster) -> Result<()> {
     apply(&client, "nestor-management/files/management.yaml", &accounts).await
 }
 
+/// Applies the accounts of the sidecars of another CSI driver to the management cluster, with its driver and classes.
+pub(crate) async fn prepare_other_driver(cluster: &Cluster, manifests: &str) -> Result<()> {
+    let client = kubeconfig::client(&cluster.kubeconfig).await?;
+    prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &[]).await?;
+    apply(&client, "manifests/file-csi.yaml", manifests).await
+}
+
 /// Applies the sidecars' accounts, and writes a kubeconfig for each sidecar and each component in `own`.
 async fn prepare_parts(
     client: &kube::Client,
@@ -87,9 +94,19 @@ async fn prepare_parts(
 /// Creates a guest's namespace and account in the management cluster, with its admission policies, and the kubeconfig that
 /// its gc-csi uses.
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
+    prepare_guest_with_classes(management, guest, &[]).await
+}
+
+/// The same for a guest that may use the classes of these names only, of any driver, unless there are none.
+pub(crate) async fn prepare_guest_with_classes(
+    management: &Cluster,
+    guest: &Guest,
+    classes: &[&str],
+) -> Result<()> {
     anyhow::ensure!(!guest.cluster_id.is_empty(), "guest {} has no cluster ID yet", guest.cluster.name);
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    let policies = manifests(guest).admission_policies();
+    let classes = classes.iter().map(|class| (*class).to_owned()).collect();
+    let policies = guest_manifests::Guest { classes, ..manifests(guest) }.admission_policies();
     apply(&client, "nestor-management/files/admission.yaml", &policies).await?;
     prepare_guest_account(management, guest).await
 }

@@ -5,6 +5,7 @@
 //! process. What virt-api needs its pod for (consoles, VNC, migration) has no pod here.
 
 mod components;
+mod file_csi;
 mod machines;
 mod node;
 mod objects;
@@ -15,6 +16,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use file_csi::{devices_of_kubelet, file as volume_file};
 pub(crate) use machines::address;
 pub use machines::qemu;
 pub(crate) use node::{Node, remove_cgroups};
@@ -68,6 +70,9 @@ pub(crate) async fn start(
     step.done();
     let step = ui.step("node of the management cluster");
     node.start(run, management, built, is_emulated).await?;
+    step.done();
+    let step = ui.step("CSI driver of the management cluster");
+    file_csi::start(run, &management.cluster, built).await?;
     step.done();
     Ok(())
 }

@@ -24,7 +24,7 @@ use crate::vm::{self, network};
 use crate::wait::eventually;
 
 /// Name of the node and of the component with its first process and containerd.
-const NODE: &str = "mgmt-node";
+pub(super) const NODE: &str = "mgmt-node";
 const INIT: &str = include_str!("../../kubevirt/init");
 const CONTAINERD: &str = include_str!("../../kubevirt/containerd.toml");
 const CNI: &str = include_str!("../../kubevirt/cni.conflist");

@@ -15,6 +15,9 @@ use crate::ui::Ui;
 use crate::vm;
 use crate::vm::network::{Forwarded, Machine};
 
+/// Classes of the management cluster's CSI driver.
+const CLASSES: [&str; 3] = ["nestor", "nestor-retain", "nestor-shareable"];
+
 impl UpOptions {
     /// A lab with KubeVirt has neither the storage infra nor the components that need it.
     pub(super) fn check(&self) -> Result<()> {
@@ -63,12 +66,13 @@ pub(super) async fn start(ui: &Ui, run: &Run, built: &Built, kubevirt: &KubeVirt
 
 /// Starts gc-csi of each guest, with the rights of its account on the VMs.
 async fn start_drivers(ui: &Ui, run: &Run, plan: &Plan) -> Result<()> {
-    let step = ui.step("gc-csi and csi-attacher");
+    let step = ui.step("gc-csi and sidecars");
     let state = run.state()?;
+    drivers::start_snapshot_controllers(run, &state).await?;
     for (name, guest) in &state.guests {
-        cluster::prepare_guest_namespace(&plan.management.cluster, guest).await?;
+        cluster::prepare_guest_with_classes(&plan.management.cluster, guest, &CLASSES).await?;
         cluster::prepare_guest_kubevirt(&plan.management.cluster, guest).await?;
-        drivers::start_kubevirt_guest(run, &state, name).await?;
+        drivers::start_guest(run, &state, name, 1).await?;
     }
     step.done();
     Ok(())

@@ -207,6 +207,9 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps.extend(others.map(|(module, lab)| {
         step(module, Set::All, &description(module), blackbox_in(lab, of(module), None))
     }));
+    let on_kubevirt = blackbox_in(Kind::KubeVirt, ON_KUBEVIRT.map(str::to_owned).to_vec(), None);
+    let volumes = "black-box tests of other modules, with VMs of KubeVirt";
+    steps.push(step("kubevirt-volumes", Set::All, volumes, on_kubevirt));
     steps.extend(Kubernetes::OTHERS.map(|version| {
         let description = format!("{} with Kubernetes {version}", description(KUBERNETES));
         let work = blackbox_in(Kind::Version(version), of(KUBERNETES), None);
@@ -217,6 +220,22 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
 
 /// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
 /// names end with it (`infra_ha` for `ha`) are excluded.
+/// Black-box tests of other modules that run in a lab with KubeVirt too.
+const ON_KUBEVIRT: [&str; 12] = [
+    "node::data_on_ext4_survives_the_pod_and_a_move_to_another_vm",
+    "node::data_on_xfs_survives_the_pod_and_a_move_to_another_vm",
+    "node::a_pod_reads_what_another_pod_wrote_to_a_block_device",
+    "node::two_pods_on_one_vm_share_a_volume",
+    "node::a_disk_with_another_filesystem_is_never_formatted",
+    "node::a_disk_with_unknown_data_is_never_formatted",
+    "node::the_directory_below_a_mount_has_mode_0",
+    "node::kubelet_reports_the_usage_of_a_volume",
+    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
+    "expand::ten_claims_are_expanded_at_once",
+    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
+    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
+];
+
 fn tests_of(module: &str, modules: &[String]) -> Vec<String> {
     let tests = |module: &str| format!("{module}::");
     let others = modules.iter().filter(|other| *other != module && other.ends_with(module));
@@ -410,6 +429,7 @@ mod tests {
             "infra_ha",
             "hosts",
             "kubevirt",
+            "kubevirt-volumes",
         ];
         assert_eq!(
             names(&steps()[first..]),
@@ -444,6 +464,7 @@ mod tests {
                 "infra_ha",
                 "hosts",
                 "kubevirt",
+                "kubevirt-volumes",
                 "kubernetes-1.35",
                 "kubernetes-1.37",
             ]

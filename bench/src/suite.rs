@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use crate::report::Row;
 
 /// The lines between which the page has the table.
-const BEGIN: &str = "<!-- Written by `cargo lab bench all`. -->";
+const BEGIN: &str = "<!-- `cargo lab bench all` replaces this table. -->";
 const END: &str = "<!-- End. -->";
 const HEAD: &str = "| command | case | p50 | p90 | max | baseline p50 | ratio | CPU load |
 | --- | --- | --- | --- | --- | --- | --- | --- |

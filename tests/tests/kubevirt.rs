@@ -1,8 +1,8 @@
 //! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
+mod guest_add;
 mod holders;
 mod migrate;
-mod onboarding;
 mod pods;
 mod policies;
 mod volumes;

@@ -118,7 +118,10 @@ async fn a_repetition_changes_what_its_flags_name_and_nothing_else() -> Result<(
             changed.iter().all(|(title, _)| title.starts_with("ValidatingAdmissionPolicy ")),
             "{changed:?}"
         );
-        ensure!(changed.len() == 3, "the policies of claims, classes and snapshots name classes: {changed:?}");
+        ensure!(
+            changed.len() == 3,
+            "the policies of claims, classes and snapshots name classes: {changed:?}"
+        );
         // Without --class, the classes stay.
         is_unchanged(&guest.added(&s, &[]).await?)?;
         guest.add(&s, &[]).await?.expect(0, &[]);

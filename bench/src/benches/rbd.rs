@@ -24,6 +24,7 @@ async fn measure(pods: &Arc<PodScenario>, report: &Report, work: &Work) -> Resul
     let s = pods.scenario();
     let images = pool_of_images(s).await?;
     let files = s.pool(&[]).await?;
+    s.show_to_libvirt(&files).await?;
     let pool = |name: String| Pool::new(pods, name);
     let pools = [pool(images).await?, pool(files.name.to_string()).await?];
     for _ in 0..work.warm_up() {

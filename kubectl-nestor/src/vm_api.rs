@@ -34,10 +34,16 @@ pub struct Served {
 
 /// Reads which APIs of VMs a cluster serves.
 pub async fn served(cluster: &Cluster) -> Result<Served, Error> {
+    let groups = groups(cluster).await?;
+    let has = |name: &str| groups.iter().any(|group| group == name);
+    Ok(Served { vm_operator: has(VIRTUAL_MACHINE_GROUP), kubevirt: has(KUBEVIRT) })
+}
+
+/// Names of the API groups that a cluster serves.
+pub async fn groups(cluster: &Cluster) -> Result<Vec<String>, Error> {
     let groups = cluster.client.list_api_groups().await;
     let groups = groups.map_err(|error| Error::request(cluster.tier.name(), "API groups", &error))?;
-    let has = |name: &str| groups.groups.iter().any(|group| group.name == name);
-    Ok(Served { vm_operator: has(VIRTUAL_MACHINE_GROUP), kubevirt: has(KUBEVIRT) })
+    Ok(groups.groups.into_iter().map(|group| group.name).collect())
 }
 
 /// API resource of a kind of KubeVirt.

@@ -13,8 +13,10 @@ use super::{KUBEVIRT_CSI, Migration};
 use crate::clusters::Cluster;
 use crate::error::Error;
 use crate::lists::read::list;
-use crate::vm_api::kubevirt_resource;
+use crate::vm_api::{self, kubevirt_resource};
 
+/// API group of DataVolumes.
+const CDI: &str = "cdi.kubevirt.io";
 /// Name of the Deployment of kubevirt-csi's controller, in its manifests.
 const KUBEVIRT_CSI_CONTROLLER: &str = "kubevirt-csi-controller";
 /// Name of the Deployment of gc-csi, in the chart.
@@ -51,7 +53,7 @@ impl Migration<'_> {
         let is_own = |one: &VolumeAttachment| one.spec.source.persistent_volume_name.as_deref() == Some(name);
         Ok(Volume {
             attachments: attachments.into_iter().filter(is_own).collect(),
-            data_volume: get(self.management, self.data_volumes(), &handle).await?,
+            data_volume: self.data_volume(&handle).await?,
             plugged: self.plugged(&handle).await?,
             guest_volume,
             claim,
@@ -59,9 +61,17 @@ impl Migration<'_> {
         })
     }
 
+    /// The DataVolume with this name. Without CDI there are none.
+    async fn data_volume(&self, name: &str) -> Result<Option<DynamicObject>, Error> {
+        match vm_api::groups(self.management).await?.iter().any(|group| group == CDI) {
+            true => get(self.management, self.data_volumes(), name).await,
+            false => Ok(None),
+        }
+    }
+
     /// DataVolumes of the guest's namespace.
     pub(super) fn data_volumes(&self) -> Api<DynamicObject> {
-        let kind = GroupVersionKind::gvk("cdi.kubevirt.io", "v1beta1", "DataVolume");
+        let kind = GroupVersionKind::gvk(CDI, "v1beta1", "DataVolume");
         self.objects(&ApiResource::from_gvk(&kind))
     }
 

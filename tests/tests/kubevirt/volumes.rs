@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::ResourceExt;
 use kube::api::DeleteParams;
 use serde_json::json;
-use tests::driver::new_volume;
+use tests::driver::{block, new_volume};
 use tests::guest::handle;
 use tests::pods::{self, ClaimOptions, PodScenario, Script, Volume, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
@@ -66,9 +66,7 @@ async fn a_volume_for_several_vms_is_refused_before_anything_is_created() -> Res
     run(|s| async move {
         for mode in [Mode::MultiNodeMultiWriter, Mode::MultiNodeReaderOnly] {
             let mut request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
-            for capability in &mut request.volume_capabilities {
-                capability.access_mode.get_or_insert_default().mode = mode as i32;
-            }
+            request.volume_capabilities = vec![block(mode)];
             let claim = s.claim_name(&request.name);
             let refused = s.driver.create(request).await.unwrap_err();
             ensure!(refused.code() == Code::InvalidArgument, "{refused}");

@@ -91,7 +91,8 @@ impl Offer {
         }
         let name = format!("csi-{:x}", hasher.finalize());
         let attachment = json!({
-            "metadata": {"name": name},
+            // As csi-attacher of kubevirt-csi leaves it: its deletion waits for a detach.
+            "metadata": {"name": name, "finalizers": ["external-attacher/csi-kubevirt-io"]},
             "spec": {"attacher": DRIVER, "nodeName": node, "source": {"persistentVolumeName": self.name}},
         });
         self.attachments.create(&PostParams::default(), &serde_json::from_value(attachment)?).await?;

@@ -7,11 +7,12 @@
 //! - A detach changes the VM after it has read the claim, so that no PATCH planned earlier applies any more; and it gives back only what
 //!   it has read. Every take is different.
 
-use crds::names::ANNOTATION_ATTACHED_TO;
+use crds::names::{ANNOTATION_ATTACHED_TO, VmName};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::Vm;
 use super::blank::Blank;
 
 /// The VM that may have a volume's disk.
@@ -21,6 +22,13 @@ pub struct Holder {
     pub vm: String,
     /// UID of the VM.
     pub uid: String,
+}
+
+impl Holder {
+    /// The VM of this name, with its UID.
+    pub fn of(name: &VmName, vm: &Vm) -> Self {
+        Self { vm: name.to_string(), uid: vm.metadata.uid.clone().unwrap_or_default() }
+    }
 }
 
 /// A holder as it is recorded on a claim.

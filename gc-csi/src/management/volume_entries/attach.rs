@@ -181,7 +181,7 @@ impl VolumeEntries {
                 return Err(AttachError::Differs { claim: claim.clone(), vm_name: vm_name.clone(), how });
             }
             AttachStep::Confirm if self.recently_attached(claim, vm_name, &vm) => {
-                Added { since: revision(&vm), taken: self.present_record(claim, &vm).await? }
+                Added { since: revision(&vm), taken: self.present_record(claim, vm_name, &vm).await? }
             }
             AttachStep::Confirm | AttachStep::Add | AttachStep::Elsewhere => {
                 self.add(request, &operation, &entry, &volume, deadline).await?
@@ -214,11 +214,14 @@ impl VolumeEntries {
     }
 
     /// The record of a VM on a claim whose disk it has.
-    async fn present_record(&self, claim: &ClaimName, vm: &Vm) -> Result<Option<Taken>, AttachError> {
+    async fn present_record(
+        &self,
+        claim: &ClaimName,
+        vm_name: &VmName,
+        vm: &Vm,
+    ) -> Result<Option<Taken>, AttachError> {
         let Some(holders) = &self.holders else { return Ok(None) };
-        let uid = vm.metadata.uid.clone().unwrap_or_default();
-        let holder = Holder { vm: vm.metadata.name.clone().unwrap_or_default(), uid };
-        let current = holders.current(claim, &holder).await;
+        let current = holders.current(claim, &Holder::of(vm_name, vm)).await;
         current.map_err(|error| AttachError::Commit(error.into()))
     }
 

@@ -273,7 +273,7 @@ impl Committer {
     /// Takes the claims of entries to add for the VM, which was read before, and answers the requests whose claim another VM holds.
     async fn take_claims(&self, vm_name: &VmName, vm: &Vm, batch: &mut Vec<Request>) {
         let Some(holders) = &self.holders else { return };
-        let holder = Holder { vm: vm_name.to_string(), uid: vm.metadata.uid.clone().unwrap_or_default() };
+        let holder = Holder::of(vm_name, vm);
         let taking = batch.iter().map(|request| async {
             match &request.change {
                 EntryChange::Add { claim, .. } => {

@@ -14,6 +14,7 @@ mod location;
 mod names;
 mod output;
 mod scan;
+mod session;
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -34,7 +35,8 @@ use crate::audit;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
 use command::Ceph;
 use names::{MARKER, image_name, object_of, part_name};
-use output::{CLUSTER, ClusterState};
+use output::ClusterState;
+use session::Call;
 
 pub use location::{RbdLocation, is_rbd};
 pub(super) use scan::scan_pool;
@@ -118,8 +120,9 @@ impl RbdEngine {
         let state = match known {
             Some(state) => state,
             None => {
-                let (now, output) = (Instant::now(), self.ceph.ceph(&CLUSTER.map(str::to_owned))?);
-                let state = ClusterState::parse(&output, &self.ceph.location.pool);
+                let (now, commands) = (Instant::now(), ClusterState::commands());
+                let answers = self.ceph.call(&Call::Monitors { commands: &commands })?;
+                let state = ClusterState::parse(answers, &self.ceph.location.pool);
                 let state = state.map_err(EngineError::Unhealthy)?;
                 *report = Some((now, state.clone()));
                 state
@@ -295,8 +298,7 @@ impl Engine for RbdEngine {
 
     fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;
-        let names = self.ceph.names()?;
-        Ok(names.iter().any(|name| *name == image_name(object) || *name == part_name(object)))
+        Ok(self.ceph.size(&self.image(object))?.is_some() || self.ceph.size(&self.part(object))?.is_some())
     }
 
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
@@ -315,13 +317,10 @@ impl Engine for RbdEngine {
 
     fn files(&self, object: &Object) -> Result<Files> {
         self.check()?;
-        let names = self.ceph.names()?;
-        let has = |name: String| names.contains(&name);
-        let mut complete = Vec::new();
-        if has(image_name(object)) {
-            complete.push(DiskLocation::Rbd(self.image(object)));
-        }
-        Ok(Files { complete, unfinished: has(part_name(object)), open: self.open_by(object)? })
+        let has = |image: &RbdImage| Ok::<_, EngineError>(self.ceph.size(image)?.is_some());
+        let image = self.image(object);
+        let complete = if has(&image)? { vec![DiskLocation::Rbd(image)] } else { Vec::new() };
+        Ok(Files { complete, unfinished: has(&self.part(object))?, open: self.open_by(object)? })
     }
 
     fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {
@@ -404,12 +403,10 @@ impl Engine for RbdEngine {
             found.pool = record.revision;
         }
         let names = self.ceph.names()?;
-        let volumes = names.iter().filter(|name| matches!(object_of(name), Some(Object::Volume(_))));
-        // An unreadable record is reported by the operation that needs it.
-        let records = scan::records(&self.ceph, volumes.cloned().collect());
-        for record in records.into_values().filter_map(|record| record.ok().flatten()) {
-            if let Record::Volume(record) = record {
-                found.volumes.insert(record.id.clone(), record.revision);
+        for name in names.into_iter().filter(|name| matches!(object_of(name), Some(Object::Volume(_)))) {
+            // An unreadable record is reported by the operation that needs it.
+            if let Ok(Some(Record::Volume(record))) = self.ceph.record(&self.ceph.location.image(name)) {
+                found.volumes.insert(record.id, record.revision);
             }
         }
         Ok(found)

@@ -62,7 +62,7 @@ const CEPH: [(&str, &str); 5] = [
     ("ceph-mon", "monitor of the Ceph cluster"),
     ("ceph-mgr", "manager of the Ceph cluster"),
     ("ceph-osd", "disks of the Ceph cluster"),
-    ("ceph-common", "rbd and ceph, which storage-infra calls for pools of the engine rbd"),
+    ("ceph-common", "rbd and the Python bindings, which storage-infra uses for pools of the engine rbd"),
     ("qemu-block-extra", "QEMU opens RBD images with it"),
 ];
 

@@ -1,6 +1,6 @@
-//! Calls of Ceph's programs `rbd` and `ceph`. Their exit codes are errno values, their output is JSON.
+//! Requests to a Ceph cluster: through sessions for what a creation or an attach waits for, through the program `rbd` for
+//! what moves data or may take long. Exit codes of `rbd` are errno values, its output is JSON.
 
-use std::io::Write;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
@@ -8,6 +8,7 @@ use nix::errno::Errno;
 use serde::de::DeserializeOwned;
 
 use super::RbdLocation;
+use super::session::{Call, Sessions};
 use crate::engine::{EngineError, Result};
 
 /// Timeout in seconds of a call that only reads or changes metadata.
@@ -15,71 +16,100 @@ pub(super) const QUICK: u64 = 30;
 /// Timeout in seconds of a call that moves or removes data.
 pub(super) const LONG: u64 = 6 * 3600;
 /// Timeout in seconds for the monitors to answer.
-const MONITORS: u64 = 5;
+pub(super) const MONITORS: u64 = 5;
+/// Sessions for images. A request that hangs delays only those that find no other session.
+const IMAGE_SESSIONS: usize = 4;
 /// Exit code of a program that `timeout` killed: 128 + SIGKILL.
 const KILLED: i32 = 137;
+
+/// Why a call failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// The program cannot be run.
+    NotRun,
+    /// There was no answer in time.
+    Timeout,
+    /// Ceph reported this error.
+    Errno(Errno),
+    /// Anything else.
+    Unknown,
+}
 
 /// A call that failed.
 #[derive(Debug)]
 pub(super) struct CallError {
-    /// The program and what it was to do.
-    what: String,
-    /// Exit code.
-    code: Option<i32>,
-    /// Why.
-    why: String,
+    /// What was to be done.
+    pub(super) what: String,
+    pub(super) cause: Cause,
+    /// Details.
+    pub(super) why: String,
 }
 
 impl CallError {
-    /// Whether the program reported this error.
+    /// Whether Ceph reported this error.
     pub(super) fn is(&self, errno: Errno) -> bool {
-        self.code == Some(errno as i32)
+        self.cause == Cause::Errno(errno)
     }
 }
 
 impl From<CallError> for EngineError {
     fn from(error: CallError) -> Self {
         let text = format!("{}: {}", error.what, error.why);
-        match error.code.map(|code| (code, Errno::from_raw(code))) {
-            Some((KILLED, _) | (_, Errno::ETIMEDOUT)) => {
+        match error.cause {
+            Cause::Timeout | Cause::Errno(Errno::ETIMEDOUT) => {
                 Self::Unhealthy(format!("{text}; the Ceph cluster does not answer"))
             }
-            Some((_, Errno::EPERM | Errno::EACCES)) => {
+            Cause::Errno(Errno::EPERM | Errno::EACCES) => {
                 Self::Unhealthy(format!("{text}; check the capabilities of the cephx user and its keyring"))
             }
-            Some((_, Errno::ENOENT)) => Self::Missing(text),
-            Some((_, Errno::EBUSY)) => Self::InUse(text),
-            Some((_, Errno::ENOSPC | Errno::EDQUOT)) => Self::NoSpace(text),
-            Some((_, Errno::EROFS)) => Self::ReadOnly(text),
-            _ => Self::Io { what: error.what, source: std::io::Error::other(error.why) },
+            Cause::Errno(Errno::ENOENT) => Self::Missing(text),
+            Cause::Errno(Errno::EBUSY) => Self::InUse(text),
+            Cause::Errno(Errno::ENOSPC | Errno::EDQUOT) => Self::NoSpace(text),
+            Cause::Errno(Errno::EROFS) => Self::ReadOnly(text),
+            Cause::Errno(_) | Cause::NotRun | Cause::Unknown => {
+                Self::Io { what: error.what, source: std::io::Error::other(error.why) }
+            }
         }
     }
 }
 
-/// Ceph's programs, as the user of a pool.
+/// The cluster, as the user of a pool.
 #[derive(Debug, Clone)]
 pub(super) struct Ceph {
     pub(super) location: RbdLocation,
+    images: Arc<Sessions>,
+    /// A session of its own: the monitors answer also when requests to images hang.
+    monitors: Arc<Sessions>,
     /// Held while an image gets the name of a deleted one and moves to the trash.
     pub(super) discarding: Arc<Mutex<()>>,
 }
 
 impl Ceph {
     pub(super) fn new(location: RbdLocation) -> Self {
-        Self { location, discarding: Arc::default() }
+        let sessions = |most| Arc::new(Sessions::new(location.clone(), most));
+        let (images, monitors) = (sessions(IMAGE_SESSIONS), sessions(1));
+        Self { location, images, monitors, discarding: Arc::default() }
+    }
+
+    /// Makes a request in a session.
+    pub(super) fn call<T: DeserializeOwned>(&self, call: &Call<'_>) -> Result<T, CallError> {
+        match call {
+            Call::Monitors { .. } => self.monitors.call(call),
+            _ => self.images.call(call),
+        }
     }
 
     /// Runs `rbd` with these arguments. Returns its output.
     pub(super) fn rbd(&self, seconds: u64, arguments: &[&str]) -> Result<String, CallError> {
-        let mut command = self.command("rbd", seconds);
+        let mut command = self.command(seconds);
         command.args(arguments);
-        finish(&mut command, "rbd", arguments, "")
+        finish(&mut command, arguments)
     }
 
     /// Runs `rbd` for JSON.
     pub(super) fn rbd_json<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T, CallError> {
         let output = self.rbd(QUICK, &[arguments, &["--format", "json"]].concat())?;
-        decode("rbd", arguments, &output)
+        decode(arguments, &output)
     }
 
     /// Runs `rbd` for JSON about the whole pool or namespace.
@@ -98,17 +128,9 @@ impl Ceph {
         place
     }
 
-    /// Runs commands in one call of `ceph`, which takes most of its time to start. Returns its output.
-    pub(super) fn ceph(&self, commands: &[String]) -> Result<String, CallError> {
-        let mut command = self.command("ceph", QUICK);
-        command.args(["--connect-timeout", &MONITORS.to_string(), "--format", "json"]);
-        let lines: String = commands.iter().map(|one| format!("{one}\n")).collect();
-        finish(&mut command, "ceph", &[&commands.join(", ")], &lines)
-    }
-
-    fn command(&self, program: &str, seconds: u64) -> Command {
+    fn command(&self, seconds: u64) -> Command {
         let mut command = Command::new("timeout");
-        command.args(["--signal", "KILL", &seconds.to_string(), program]);
+        command.args(["--signal", "KILL", &seconds.to_string(), "rbd"]);
         let RbdLocation { conf, user, keyring, .. } = &self.location;
         command.arg("--conf").arg(conf).arg("--keyring").arg(keyring).args(["--id", user]);
         command
@@ -118,31 +140,26 @@ impl Ceph {
     }
 }
 
-fn finish(
-    command: &mut Command,
-    program: &str,
-    arguments: &[&str],
-    input: &str,
-) -> Result<String, CallError> {
-    let what = || format!("{program} {}", shown(arguments));
-    let not_run = |error: std::io::Error| CallError {
+fn finish(command: &mut Command, arguments: &[&str]) -> Result<String, CallError> {
+    let what = || format!("rbd {}", shown(arguments));
+    let output = command.stdin(Stdio::null()).output().map_err(|error| CallError {
         what: what(),
-        code: None,
+        cause: Cause::NotRun,
         why: format!("cannot run it (package ceph-common): {error}"),
-    };
-    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut child = child.map_err(not_run)?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A program that ended early reports why.
-        let _ = stdin.write_all(input.as_bytes());
-    }
-    let output = child.wait_with_output().map_err(not_run)?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    })?;
     if output.status.success() {
-        return Ok(text);
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let why = reason(&String::from_utf8_lossy(&output.stderr)).unwrap_or_else(|| output.status.to_string());
-    Err(CallError { what: what(), code: output.status.code(), why })
+    Err(CallError { what: what(), cause: cause(output.status.code()), why })
+}
+
+fn cause(code: Option<i32>) -> Cause {
+    match code {
+        Some(KILLED) => Cause::Timeout,
+        Some(code) => Cause::Errno(Errno::from_raw(code)),
+        None => Cause::Unknown,
+    }
 }
 
 /// Arguments for a message: a long one is a record.
@@ -157,10 +174,10 @@ fn reason(errors: &str) -> Option<String> {
     Some(line.trim_start_matches("rbd: ").to_owned())
 }
 
-fn decode<T: DeserializeOwned>(program: &str, arguments: &[&str], output: &str) -> Result<T, CallError> {
+fn decode<T: DeserializeOwned>(arguments: &[&str], output: &str) -> Result<T, CallError> {
     serde_json::from_str(output).map_err(|error| CallError {
-        what: format!("{program} {}", shown(arguments)),
-        code: None,
+        what: format!("rbd {}", shown(arguments)),
+        cause: Cause::Unknown,
         why: format!("its output is not as expected: {error}"),
     })
 }
@@ -170,7 +187,7 @@ mod tests {
     use super::*;
 
     fn failed(code: Option<i32>) -> EngineError {
-        CallError { what: "rbd info vms/v".into(), code, why: "because".into() }.into()
+        CallError { what: "rbd info vms/v".into(), cause: cause(code), why: "because".into() }.into()
     }
 
     #[test]

@@ -3,9 +3,11 @@
 use std::sync::PoisonError;
 
 use nix::errno::Errno;
+use serde_json::Value;
 
 use super::command::{CallError, Ceph, LONG, QUICK};
-use super::output::{DiskUsage, Info, Lock, Status, Trashed, Watcher};
+use super::output::{self, DiskUsage, Lock, Trashed, Watcher};
+use super::session::Call;
 use crate::engine::{EngineError, Record, Result};
 use crate::hypervisor::RbdImage;
 
@@ -28,33 +30,29 @@ fn found<T>(result: Result<T, CallError>) -> Result<Option<T>> {
 impl Ceph {
     /// Names of all images of the pool or namespace.
     pub(super) fn names(&self) -> Result<Vec<String>> {
-        Ok(self.rbd_here(&["ls"])?)
+        let (pool, namespace) = (&self.location.pool, self.location.namespace.as_deref().unwrap_or_default());
+        Ok(self.call(&Call::Names { pool, namespace })?)
     }
 
     /// Size of an image in bytes.
     pub(super) fn size(&self, image: &RbdImage) -> Result<Option<u64>> {
-        let info: Option<Info> = found(self.rbd_json(&["info", &image.to_string()]))?;
-        Ok(info.map(|info| info.size))
+        found(self.call(&Call::Size { image: image.into() }))
     }
 
     /// Creates an empty image. It takes no space.
     pub(super) fn create(&self, image: &RbdImage, bytes: u64) -> Result<()> {
-        let size = format!("{bytes}B");
-        self.rbd(QUICK, &["create", "--size", &size, &image.to_string()])?;
-        Ok(())
+        Ok(self.call(&Call::Create { image: image.into(), bytes })?)
     }
 
-    /// Expands an image. `rbd` refuses to shrink one.
+    /// Expands an image. Fails instead of shrinking one.
     pub(super) fn resize(&self, image: &RbdImage, bytes: u64) -> Result<()> {
-        let size = format!("{bytes}B");
-        self.rbd(LONG, &["resize", "--no-progress", "--size", &size, &image.to_string()])?;
-        Ok(())
+        Ok(self.call(&Call::Resize { image: image.into(), bytes })?)
     }
 
     /// Renames an image. False if the name is taken.
     pub(super) fn rename(&self, from: &RbdImage, to: &RbdImage) -> Result<bool> {
-        match self.rbd(QUICK, &["rename", &from.to_string(), &to.to_string()]) {
-            Ok(_) => Ok(true),
+        match self.call(&Call::Rename { image: from.into(), to: &to.name }) {
+            Ok(()) => Ok(true),
             Err(error) if error.is(Errno::EEXIST) => Ok(false),
             Err(error) => Err(error.into()),
         }
@@ -62,13 +60,12 @@ impl Ceph {
 
     /// Clients that have an image open for writing.
     pub(super) fn watchers(&self, image: &RbdImage) -> Result<Vec<Watcher>> {
-        let status: Option<Status> = found(self.rbd_json(&["status", &image.to_string()]))?;
-        Ok(status.map(|status| status.watchers).unwrap_or_default())
+        Ok(found(self.call(&Call::Watchers { image: image.into() }))?.unwrap_or_default())
     }
 
     /// Whether an image has no data of its own and no parent's.
     pub(super) fn is_blank(&self, image: &RbdImage) -> Result<bool> {
-        let extents: Vec<serde_json::Value> =
+        let extents: Vec<Value> =
             self.rbd_json(&["diff", "--whole-object", &image.to_string()])?;
         Ok(extents.is_empty())
     }
@@ -81,14 +78,12 @@ impl Ceph {
 
     /// The value of image metadata; `None` without it or without the image.
     pub(super) fn metadata(&self, image: &RbdImage, key: &str) -> Result<Option<String>> {
-        let value = found(self.rbd(QUICK, &["image-meta", "get", &image.to_string(), key]))?;
-        Ok(value.map(|value| value.trim_end_matches('\n').to_owned()))
+        Ok(found(self.call(&Call::Metadata { image: image.into(), key }))?.flatten())
     }
 
     /// Sets image metadata. It is durable on return.
     pub(super) fn set_metadata(&self, image: &RbdImage, key: &str, value: &str) -> Result<()> {
-        self.rbd(QUICK, &["image-meta", "set", &image.to_string(), key, value])?;
-        Ok(())
+        Ok(self.call(&Call::SetMetadata { image: image.into(), key, value })?)
     }
 
     /// The record of an image.
@@ -99,10 +94,8 @@ impl Ceph {
             .map_err(|why| EngineError::Foreign(format!("the metadata {RECORD} of the image {image}: {why}")))
     }
 
-    /// Writes the record of an image, without the volume's secret: other users of this host can read the arguments of
-    /// programs.
+    /// Writes the record of an image.
     pub(super) fn set_record(&self, image: &RbdImage, record: &Record) -> Result<()> {
-        let record = without_secret(record);
         let text = record.encode().map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let text = text.map_err(|error| EngineError::Io {
             what: format!("cannot encode the record of the image {image}"),
@@ -125,7 +118,7 @@ impl Ceph {
 
     /// Names of the snapshots of an image.
     pub(super) fn snapshots(&self, image: &RbdImage) -> Result<Vec<String>> {
-        let all: Vec<serde_json::Value> = self.rbd_json(&["snap", "ls", &image.to_string()])?;
+        let all: Vec<Value> = self.rbd_json(&["snap", "ls", &image.to_string()])?;
         Ok(all.iter().filter_map(|one| Some(one.get("name")?.as_str()?.to_owned())).collect())
     }
 
@@ -216,8 +209,8 @@ impl Ceph {
         if clients.is_empty() {
             return Ok(clients);
         }
-        let block = |address: &String| format!("osd blocklist add {address} {BLOCKED}");
-        self.ceph(&clients.iter().map(block).collect::<Vec<_>>())?;
+        let blocked: Vec<Value> = clients.iter().map(|address| output::block(address, BLOCKED)).collect();
+        self.call::<Value>(&Call::Monitors { commands: &blocked })?;
         let name = image.to_string();
         let locks: Vec<Lock> = self.rbd_json(&["lock", "ls", &name])?;
         for lock in locks.iter().filter(|lock| clients.contains(&lock.address)) {
@@ -225,12 +218,4 @@ impl Ceph {
         }
         Ok(clients)
     }
-}
-
-fn without_secret(record: &Record) -> Record {
-    let mut record = record.clone();
-    if let Record::Volume(volume) = &mut record {
-        volume.format_token = None;
-    }
-    record
 }

@@ -1,21 +1,10 @@
-//! What Ceph's programs report, and what follows from it. Pure.
+//! What Ceph reports, and what follows from it. Pure.
 
 use std::collections::{BTreeMap, HashMap};
 
 use infra_api::CephPool;
 use serde::Deserialize;
-
-/// Output of `rbd info`.
-#[derive(Debug, Deserialize)]
-pub(super) struct Info {
-    pub(super) size: u64,
-}
-
-/// Output of `rbd status`.
-#[derive(Debug, Deserialize)]
-pub(super) struct Status {
-    pub(super) watchers: Vec<Watcher>,
-}
+use serde_json::{Value, json};
 
 /// A client that has an image open for writing.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -155,37 +144,43 @@ pub(super) struct ClusterState {
     pub(super) kept: Option<CephPool>,
 }
 
-/// The commands whose output [`ClusterState::parse`] reads.
-pub(super) const CLUSTER: [&str; 5] =
-    ["df", "health detail", "fsid", "osd pool ls detail", "osd crush rule dump"];
+/// The command for the monitors that blocks a client for this many seconds.
+pub(super) fn block(address: &str, seconds: u64) -> Value {
+    json!({"prefix": "osd blocklist", "blocklistop": "add", "addr": address, "expire": seconds as f64})
+}
 
 impl ClusterState {
-    /// Reads the output of [`CLUSTER`].
-    pub(super) fn parse(output: &str, pool: &str) -> Result<Self, String> {
-        let mut values = serde_json::Deserializer::from_str(output).into_iter::<serde_json::Value>();
-        let mut next = |what: &str| {
-            let value = values.next().ok_or_else(|| format!("ceph did not report its {what}"))?;
-            value.map_err(|error| format!("ceph reported a {what} that cannot be read: {error}"))
-        };
-        let unexpected = |error: serde_json::Error| format!("the output of ceph is not as expected: {error}");
-        let usage: Usage = serde_json::from_value(next("usage")?).map_err(unexpected)?;
-        let health: Health = serde_json::from_value(next("health")?).map_err(unexpected)?;
-        let Fsid { fsid } = serde_json::from_value(next("ID")?).map_err(unexpected)?;
-        // Only shown: the pool works without it.
-        let kept = next("pools").ok().zip(next("rules").ok());
-        let kept = kept.and_then(|(pools, rules)| kept_by(pool, pools, rules));
+    /// The commands for the monitors whose answers [`Self::parse`] reads.
+    pub(super) fn commands() -> [Value; 5] {
+        [
+            json!({"prefix": "df"}),
+            json!({"prefix": "health", "detail": "detail"}),
+            json!({"prefix": "fsid"}),
+            json!({"prefix": "osd pool ls", "detail": "detail"}),
+            json!({"prefix": "osd crush rule dump"}),
+        ]
+    }
+
+    /// Reads the answers to [`Self::commands`].
+    pub(super) fn parse([usage, health, id, pools, rules]: [Value; 5], pool: &str) -> Result<Self, String> {
+        let unexpected = |error: serde_json::Error| format!("an answer of Ceph is not as expected: {error}");
+        let usage: Usage = serde_json::from_value(usage).map_err(unexpected)?;
+        let health: Health = serde_json::from_value(health).map_err(unexpected)?;
+        let Fsid { fsid } = serde_json::from_value(id).map_err(unexpected)?;
         let found = usage.pools.iter().find(|one| one.name == pool);
         let found = found.ok_or_else(|| format!("the cluster has no pool {pool}"))?;
         let mut space = Space { id: found.id, used: found.stats.stored, available: found.stats.max_avail };
         if health.is_full(pool) {
             space.available = 0;
         }
+        // `kept` is only shown: the pool works without it.
+        let kept = kept_by(pool, pools, rules);
         Ok(Self { fsid, stalled: health.stalled(found.id), space, kept })
     }
 }
 
 /// How a pool keeps its data, from the output of `osd pool ls detail` and `osd crush rule dump`.
-fn kept_by(pool: &str, pools: serde_json::Value, rules: serde_json::Value) -> Option<CephPool> {
+fn kept_by(pool: &str, pools: Value, rules: Value) -> Option<CephPool> {
     let pools: Vec<PoolDetail> = serde_json::from_value(pools).ok()?;
     let rules: Vec<Rule> = serde_json::from_value(rules).ok()?;
     let PoolDetail { size, min_size, crush_rule, .. } =
@@ -220,11 +215,14 @@ impl Health {
 mod tests {
     use super::*;
 
-    const DF: &str = r#"{"pools":[{"name":"vms","id":2,"stats":{"stored":19,"max_avail":839}}]}"#;
+    fn answers(checks: &str) -> [Value; 5] {
+        let checks: Value = serde_json::from_str(checks).unwrap();
+        let usage = json!({"pools": [{"name": "vms", "id": 2, "stats": {"stored": 19, "max_avail": 839}}]});
+        [usage, json!({"status": "X", "checks": checks}), json!({"fsid": "f"}), Value::Null, Value::Null]
+    }
 
     fn state(checks: &str) -> ClusterState {
-        let text = format!("\n{DF}\n\n{{\"status\":\"X\",\"checks\":{checks}}}\n\n{{\"fsid\":\"f\"}}\n");
-        ClusterState::parse(&text, "vms").unwrap()
+        ClusterState::parse(answers(checks), "vms").unwrap()
     }
 
     #[test]
@@ -238,18 +236,17 @@ mod tests {
 
     #[test]
     fn replicas_and_the_class_of_the_rule_are_those_of_the_pool() {
-        let pools = r#"[{"pool_name":"other","size":1,"min_size":1,"crush_rule":0},
-            {"pool_name":"vms","size":3,"min_size":2,"crush_rule":4}]"#;
+        let pools = json!([
+            {"pool_name": "other", "size": 1, "min_size": 1, "crush_rule": 0},
+            {"pool_name": "vms", "size": 3, "min_size": 2, "crush_rule": 4},
+        ]);
         let rules = |root: &str| {
-            format!(
-                r#"[{{"rule_id":0,"steps":[{{"op":"take","item_name":"x~hdd"}}]}},
-                {{"rule_id":4,"steps":[{{"op":"take","item_name":"{root}"}},{{"op":"emit"}}]}}]"#
-            )
+            json!([
+                {"rule_id": 0, "steps": [{"op": "take", "item_name": "x~hdd"}]},
+                {"rule_id": 4, "steps": [{"op": "take", "item_name": root}, {"op": "emit"}]},
+            ])
         };
-        let kept = |root: &str| {
-            let text = format!("{DF}{{\"checks\":{{}}}}{{\"fsid\":\"f\"}}{pools}{}", rules(root));
-            ClusterState::parse(&text, "vms").unwrap().kept.unwrap()
-        };
+        let kept = |root: &str| kept_by("vms", pools.clone(), rules(root)).unwrap();
         let expected = |class: Option<&str>| CephPool {
             replicas: 3,
             min_replicas: 2,
@@ -284,11 +281,12 @@ mod tests {
     }
 
     #[test]
-    fn output_that_is_cut_or_has_no_such_pool_is_refused() {
-        assert!(ClusterState::parse(DF, "vms").unwrap_err().contains("health"));
-        assert!(ClusterState::parse("{\"pools\":[", "vms").unwrap_err().contains("cannot be read"));
-        let text = format!("{DF}{{\"checks\":{{}}}}{{\"fsid\":\"f\"}}");
-        assert!(ClusterState::parse(&text, "none").unwrap_err().contains("no pool none"));
+    fn answers_that_cannot_be_read_or_have_no_such_pool_are_refused() {
+        let refused = |answers, pool| ClusterState::parse(answers, pool).unwrap_err();
+        assert!(refused(answers("{}"), "none").contains("no pool none"));
+        let [usage, _, id, pools, rules] = answers("{}");
+        let without_checks = [usage, json!({}), id, pools, rules];
+        assert!(refused(without_checks, "vms").contains("not as expected: missing field `checks`"));
     }
 
     #[test]

@@ -1,8 +1,6 @@
 //! Pool scan: reads the images of a Ceph pool and their records without a catalog.
 
-use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Mutex;
 
 use anyhow::Context;
 
@@ -10,26 +8,6 @@ use super::command::Ceph;
 use super::output::DiskUsage;
 use super::{MARKER, POOL_UUID, RbdLocation, object_of};
 use crate::engine::scan::{FoundFile, Place, PoolScan};
-use crate::engine::{Record, Result};
-
-/// Number of calls at the same time.
-const CALLS: usize = 8;
-
-/// The records of images, by name.
-pub(super) fn records(ceph: &Ceph, names: Vec<String>) -> HashMap<String, Result<Option<Record>>> {
-    let (names, found) = (Mutex::new(names), Mutex::new(HashMap::new()));
-    let next = || names.lock().map_or(None, |mut names| names.pop());
-    let work = || {
-        while let Some(name) = next() {
-            let record = ceph.record(&ceph.location.image(name.clone()));
-            if let Ok(mut found) = found.lock() {
-                found.insert(name, record);
-            }
-        }
-    };
-    std::thread::scope(|scope| (0..CALLS).for_each(|_| drop(scope.spawn(work))));
-    found.into_inner().unwrap_or_default()
-}
 
 /// Scans a Ceph pool. Read-only.
 pub(in crate::engine) fn scan_pool(path: &Path) -> anyhow::Result<PoolScan> {
@@ -44,11 +22,11 @@ pub(in crate::engine) fn scan_pool(path: &Path) -> anyhow::Result<PoolScan> {
     let usage: DiskUsage = ceph.rbd_here(&["du"]).map_err(crate::engine::EngineError::from)?;
     let usage = usage.by_image();
     let names: Vec<String> = ceph.names()?.into_iter().filter(|name| name != MARKER).collect();
-    let mut records = records(&ceph, names.clone());
     let mut files = Vec::new();
     for name in names {
-        let record = records.remove(&name).unwrap_or(Ok(None)).map_err(|error| error.to_string());
-        let bytes = ceph.size(&ceph.location.image(name.clone()))?.unwrap_or(0);
+        let image = ceph.location.image(name.clone());
+        let record = ceph.record(&image).map_err(|error| error.to_string());
+        let bytes = ceph.size(&image)?.unwrap_or(0);
         let allocated = usage.get(&name).copied().unwrap_or(0);
         files.push(FoundFile { object: object_of(&name), name, bytes, allocated, record });
     }

@@ -1,0 +1,274 @@
+//! Sessions: processes that keep a connection to the cluster and answer requests with Ceph's Python bindings. An answer
+//! takes milliseconds; a program that connects anew takes a hundred times as long.
+
+use std::fmt;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::command::{CallError, Cause, MONITORS, QUICK};
+use super::RbdLocation;
+use crate::hypervisor::RbdImage;
+
+/// The interpreter that Ceph's packages install their bindings for.
+const PYTHON: &str = "/usr/bin/python3";
+const PROGRAM: &str = include_str!("session.py");
+/// Idle time after which a session ends.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// A request to the cluster.
+#[derive(Debug, Clone, Serialize)]
+#[serde(tag = "call", rename_all = "snake_case")]
+pub(super) enum Call<'a> {
+    /// Commands for the monitors.
+    Monitors { commands: &'a [Value] },
+    /// Names of all images.
+    Names { pool: &'a str, namespace: &'a str },
+    /// Size in bytes.
+    Size { image: Image<'a> },
+    /// Clients that have the image open for writing.
+    Watchers { image: Image<'a> },
+    /// The value of image metadata.
+    Metadata { image: Image<'a>, key: &'a str },
+    /// Sets image metadata.
+    SetMetadata { image: Image<'a>, key: &'a str, value: &'a str },
+    /// Creates an empty image.
+    Create { image: Image<'a>, bytes: u64 },
+    /// Expands an image.
+    Resize { image: Image<'a>, bytes: u64 },
+    /// Renames an image.
+    Rename { image: Image<'a>, to: &'a str },
+}
+
+/// An image in a request.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Image<'a> {
+    pool: &'a str,
+    namespace: &'a str,
+    name: &'a str,
+}
+
+impl<'a> From<&'a RbdImage> for Image<'a> {
+    fn from(image: &'a RbdImage) -> Self {
+        Self { pool: &image.pool, namespace: image.namespace.as_deref().unwrap_or_default(), name: &image.name }
+    }
+}
+
+impl fmt::Display for Image<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let slash = if self.namespace.is_empty() { "" } else { "/" };
+        write!(f, "{}/{}{slash}{}", self.pool, self.namespace, self.name)
+    }
+}
+
+/// What was to be done, for messages.
+impl fmt::Display for Call<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Monitors { .. } => write!(f, "ask the monitors for the state of the cluster"),
+            Self::Names { pool, namespace: "" } => write!(f, "list the images of {pool}"),
+            Self::Names { pool, namespace } => write!(f, "list the images of {pool}/{namespace}"),
+            Self::Size { image } => write!(f, "get the size of the image {image}"),
+            Self::Watchers { image } => write!(f, "get the watchers of the image {image}"),
+            Self::Metadata { image, key } => write!(f, "get the metadata {key} of the image {image}"),
+            Self::SetMetadata { image, key, .. } => write!(f, "set the metadata {key} of the image {image}"),
+            Self::Create { image, bytes } => write!(f, "create the image {image} of {bytes} bytes"),
+            Self::Resize { image, bytes } => write!(f, "expand the image {image} to {bytes} bytes"),
+            Self::Rename { image, to } => write!(f, "rename the image {image} to {to}"),
+        }
+    }
+}
+
+/// An answer of a session.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Answer {
+    Failed { errno: Option<i32>, why: String },
+    Value { value: Value },
+}
+
+/// Sessions with the cluster of a pool, started when needed.
+#[derive(Debug)]
+pub(super) struct Sessions {
+    location: RbdLocation,
+    /// Greatest number of sessions at the same time.
+    most: usize,
+    state: Mutex<State>,
+    returned: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Sessions that nobody uses, the last used one at the end.
+    idle: Vec<Session>,
+    /// Number of sessions in use.
+    used: usize,
+}
+
+impl Sessions {
+    pub(super) fn new(location: RbdLocation, most: usize) -> Self {
+        Self { location, most, state: Mutex::default(), returned: Condvar::new() }
+    }
+
+    /// Makes a request. A session that did not answer it is not used again.
+    pub(super) fn call<T: DeserializeOwned>(&self, call: &Call<'_>) -> Result<T, CallError> {
+        let session = self.take();
+        let (session, answer) = match session.map_or_else(|| Session::start(&self.location), Ok) {
+            Ok(mut session) => {
+                let answer = session.request(call);
+                (answer.is_ok().then_some(session), answer)
+            }
+            Err(why) => (None, Err(Ended { cause: Cause::NotRun, why })),
+        };
+        self.give_back(session);
+        decode(call, answer)
+    }
+
+    /// An idle session; `None` if a new one is needed. Waits while there are as many as there may be.
+    fn take(&self) -> Option<Session> {
+        let is_full = |state: &mut State| state.used >= self.most;
+        let mut state =
+            self.returned.wait_while(self.state(), is_full).unwrap_or_else(PoisonError::into_inner);
+        state.used += 1;
+        state.idle.pop()
+    }
+
+    fn give_back(&self, session: Option<Session>) {
+        let mut state = self.state();
+        state.used -= 1;
+        let (ended, mut idle): (Vec<Session>, Vec<Session>) =
+            state.idle.drain(..).partition(|session| session.last_used.elapsed() > IDLE);
+        idle.extend(session);
+        state.idle = idle;
+        drop(state);
+        self.returned.notify_one();
+        drop(ended);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn decode<T: DeserializeOwned>(call: &Call<'_>, answer: Result<Answer, Ended>) -> Result<T, CallError> {
+    let failed = |cause, why| CallError { what: call.to_string(), cause, why };
+    match answer {
+        Ok(Answer::Value { value }) => serde_json::from_value(value)
+            .map_err(|error| failed(Cause::Unknown, format!("the answer is not as expected: {error}"))),
+        Ok(Answer::Failed { errno, why }) => {
+            Err(failed(errno.map_or(Cause::Unknown, |code| Cause::Errno(Errno::from_raw(code))), why))
+        }
+        Err(Ended { cause, why }) => Err(failed(cause, why)),
+    }
+}
+
+/// A session ended without an answer.
+struct Ended {
+    cause: Cause,
+    why: String,
+}
+
+/// A process with a connection to the cluster.
+#[derive(Debug)]
+struct Session {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
+    last_used: Instant,
+}
+
+impl Session {
+    fn start(location: &RbdLocation) -> Result<Self, String> {
+        let not_run = |why: String| format!("cannot run {PYTHON} with Ceph's bindings (package python3-rbd): {why}");
+        let mut command = Command::new(PYTHON);
+        command.args(["-I", "-c", PROGRAM]).arg(&location.conf).arg(&location.keyring).arg(&location.user);
+        command.args([MONITORS, QUICK].map(|seconds| seconds.to_string()));
+        command.env_remove("CEPH_ARGS").env_remove("CEPH_CONF");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(|error| not_run(error.to_string()))?;
+        let pipes = child.stdin.take().zip(child.stdout.take());
+        let (requests, answers) = pipes.ok_or_else(|| not_run("it has no pipes".into()))?;
+        Ok(Self { child, requests, answers: BufReader::new(answers), last_used: Instant::now() })
+    }
+
+    fn request(&mut self, call: &Call<'_>) -> Result<Answer, Ended> {
+        let answer = self.exchange(call).map_err(|error| error.to_string());
+        match answer.and_then(|line| serde_json::from_str(&line).map_err(|error| error.to_string())) {
+            Ok(answer) => {
+                self.last_used = Instant::now();
+                Ok(answer)
+            }
+            Err(why) => Err(self.ended(why)),
+        }
+    }
+
+    fn exchange(&mut self, call: &Call<'_>) -> std::io::Result<String> {
+        let mut line = serde_json::to_vec(call)?;
+        line.push(b'\n');
+        self.requests.write_all(&line)?;
+        let mut answer = String::new();
+        match self.answers.read_line(&mut answer)? {
+            0 => Err(std::io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(answer),
+        }
+    }
+
+    /// Why the process gave no answer.
+    fn ended(&mut self, why: String) -> Ended {
+        use std::os::unix::process::ExitStatusExt;
+        // A process that still runs has written what is no answer.
+        let _ = self.child.kill();
+        let status = self.child.wait().ok();
+        if status.and_then(|status| status.signal()) == Some(nix::sys::signal::Signal::SIGALRM as i32) {
+            return Ended { cause: Cause::Timeout, why: format!("no answer within {QUICK} s") };
+        }
+        let mut errors = String::new();
+        let _ = self.child.stderr.take().map(|mut pipe| pipe.read_to_string(&mut errors));
+        let why = errors.lines().rev().find(|line| !line.is_empty()).map_or(why, str::to_owned);
+        Ended { cause: Cause::Unknown, why: format!("the session ended: {why}") }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(line: &str) -> Result<u64, CallError> {
+        let image = RbdImage::parse("vms/a/v").unwrap();
+        decode(&Call::Size { image: (&image).into() }, Ok(serde_json::from_str(line).unwrap()))
+    }
+
+    #[test]
+    fn an_answer_is_a_value_or_says_which_request_failed_and_why() {
+        assert_eq!(answer(r#"{"value":7}"#).unwrap(), 7);
+        let missing = answer(r#"{"errno":2,"why":"no such image"}"#).unwrap_err();
+        assert!(missing.is(Errno::ENOENT) && missing.what == "get the size of the image vms/a/v");
+        let unknown = answer(r#"{"errno":null,"why":"KeyError"}"#).unwrap_err();
+        assert!(unknown.cause == Cause::Unknown && unknown.why == "KeyError");
+        assert!(answer(r#"{"value":"seven"}"#).unwrap_err().why.contains("not as expected"));
+    }
+
+    #[test]
+    fn a_request_is_one_object() {
+        let image = RbdImage::parse("vms/v").unwrap();
+        let call = Call::Rename { image: (&image).into(), to: "w" };
+        let expected = serde_json::json!({
+            "call": "rename", "image": {"pool": "vms", "namespace": "", "name": "v"}, "to": "w",
+        });
+        assert_eq!(serde_json::to_value(&call).unwrap(), expected);
+        assert_eq!(call.to_string(), "rename the image vms/v to w");
+    }
+}

@@ -5,24 +5,35 @@ import json
 import signal
 import sys
 
-import rados
-import rbd
+try:
+    import rados
+    import rbd
+except ImportError as error:
+    sys.exit(f"{error}; install Ceph's Python bindings (Debian: python3-rados, python3-rbd)")
 
 conf, keyring, user, monitors_timeout, timeout = sys.argv[1:]
+
+
+def required(what, call, *arguments, **options):
+    """The result of a call. What it misses is not the image of a request, so its error has no code."""
+    try:
+        return call(*arguments, **options)
+    except rados.ObjectNotFound as error:
+        raise RuntimeError(f"{what}: {error}") from error
 
 
 @functools.cache
 def cluster():
     options = {"keyring": keyring, "log_to_stderr": "false", "err_to_stderr": "false"}
     options |= dict.fromkeys(["client_mount_timeout", "rados_mon_op_timeout"], monitors_timeout)
-    connection = rados.Rados(conffile=conf, rados_id=user, conf=options)
-    connection.connect()
+    connection = required(f"cannot read {conf}", rados.Rados, conffile=conf, rados_id=user, conf=options)
+    required(f"cannot connect with {conf} and {keyring}", connection.connect)
     return connection
 
 
 @functools.cache
 def images(pool, namespace):
-    place = cluster().open_ioctx(pool)
+    place = required(f"cannot open the Ceph pool {pool}", cluster().open_ioctx, pool)
     place.set_namespace(namespace)
     return place
 

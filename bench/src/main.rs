@@ -15,7 +15,7 @@ use bench::instant::Backend;
 use bench::plot;
 use bench::report::{self, Report};
 use bench::split_cpus::split_cpus;
-use bench::suite::{self, Step};
+use bench::suite;
 use bench::work::Work;
 use clap::{Parser, Subcommand};
 use lab::{Lab, Setting, VmManager};
@@ -153,7 +153,7 @@ enum Bench {
     },
     /// Create, attach and detach without tracing, and with the spans of a tenth and of all operations.
     Tracing(Work),
-    /// All benches whose times the page about performance shows, one after the other; writes their table to the page.
+    /// All benches whose results the page about performance shows, one after the other; writes their tables to the page.
     All {
         /// Only benches with these names; the others keep their last results. [default: all]
         #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
@@ -279,20 +279,17 @@ async fn measure(cli: Cli, results: &Path) -> Result<()> {
     report.write(&cli.file(results))
 }
 
-/// Runs the benches of the suite with these names, or all, and writes the table.
+/// Runs the benches of the suite with these names, or all, and writes the tables.
 async fn run_all(results: &Path, only: &[String]) -> Result<()> {
-    let mut last = "";
-    for Step { command, .. } in suite::STEPS {
+    for command in suite::commands() {
         let cli = parse(command)?;
-        let is_wanted = only.is_empty() || only.contains(&cli.name());
-        if is_wanted && last != *command {
+        if only.is_empty() || only.contains(&cli.name()) {
             eprintln!("bench {command}");
             measure(cli, results).await?;
         }
-        last = command;
     }
     let page = lab::run::repository().join("docs/reference/speed.md");
-    suite::write(&page, |step| report::read(&parse(step.command)?.file(results)))
+    suite::write(&page, |command| report::read(&parse(command)?.file(results)))
 }
 
 fn parse(command: &str) -> Result<Cli> {
@@ -334,8 +331,8 @@ mod tests {
 
     #[test]
     fn the_suite_consists_of_commands() {
-        for step in suite::STEPS {
-            parse(step.command).unwrap_or_else(|error| panic!("{}: {error}", step.command));
+        for command in suite::commands() {
+            parse(command).unwrap_or_else(|error| panic!("{}: {error}", command));
         }
     }
 }

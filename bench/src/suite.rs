@@ -1,4 +1,6 @@
-//! The benches whose times docs/reference/speed.md shows, and its table.
+//! The benches whose results docs/reference/speed.md shows, and its tables.
+
+pub mod figures;
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,9 +8,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use crate::report::Row;
+use figures::FIGURES;
 
-/// The lines between which the page has the table.
-const BEGIN: &str = "<!-- `cargo lab bench all` replaces this table. -->";
+/// The lines between which the page has the tables.
+const BEGIN: &str = "<!-- `cargo lab bench all` replaces these tables. -->";
 const END: &str = "<!-- End. -->";
 const HEAD: &str = "| command | case | p50 | p90 | max | baseline p50 | ratio | CPU load |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -128,12 +131,23 @@ fn time(milliseconds: f64) -> String {
     }
 }
 
-/// Writes the table to the page. `rows` returns the results of a step.
-pub fn write(page: &Path, rows: impl Fn(&Step) -> Result<Vec<Row>>) -> Result<()> {
+/// Arguments of the program for all results of the page, each once.
+pub fn commands() -> Vec<&'static str> {
+    let mut all: Vec<&str> = STEPS.iter().map(|step| step.command).collect();
+    all.extend(FIGURES.iter().map(|figures| figures.command));
+    all.dedup();
+    all
+}
+
+/// Writes the tables to the page. `rows` returns the results of a command.
+pub fn write(page: &Path, rows: impl Fn(&str) -> Result<Vec<Row>>) -> Result<()> {
     let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
-    let lines: Vec<String> = STEPS.iter().map(|step| step.lines(&rows(step)?)).collect::<Result<_>>()?;
-    let text = replaced(&text, &format!("{HEAD}{}", lines.concat()))
-        .with_context(|| format!("{} has no place for the table", page.display()))?;
+    let times: Vec<String> =
+        STEPS.iter().map(|step| step.lines(&rows(step.command)?)).collect::<Result<_>>()?;
+    let figures: Vec<String> =
+        FIGURES.iter().map(|one| one.lines(&rows(one.command)?)).collect::<Result<_>>()?;
+    let tables = format!("{HEAD}{}\n{}{}", times.concat(), figures::HEAD, figures.concat());
+    let text = replaced(&text, &tables).with_context(|| format!("{} has no place for them", page.display()))?;
     std::fs::write(page, text).with_context(|| format!("cannot write {}", page.display()))
 }
 

@@ -58,6 +58,10 @@ pub const FIGURES: &[Figures] = &[
             "watches are back",
         ],
     },
+    Figures {
+        command: "trace --volumes 10,10000 --count 20",
+        metrics: &["not attached, both clusters", "attached, one cluster"],
+    },
 ];
 
 impl Figures {

@@ -91,6 +91,9 @@ enum Verb {
         /// restarted.
         #[arg(long, value_enum, default_value_t)]
         engine: Engine,
+        /// What makes the virtual machines. With `kubevirt`, another CSI driver of the management cluster keeps the volumes.
+        #[arg(long, value_enum, default_value_t)]
+        vm_manager: VmManager,
     },
     /// Run the checks of a change: formatting, lints, unit tests, then csi-sanity and black-box tests in a lab of their own.
     /// Prints a table of the steps, their results and times.
@@ -152,8 +155,8 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Migrate { vm, host } => migrate(run, &vm, &host).await,
         Verb::Console => console(run).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep, deployed, kubernetes, engine } => {
-            let options = UpOptions { deployed, kubernetes, engine, ..UpOptions::default() };
+        Verb::Demo { keep, deployed, kubernetes, engine, vm_manager } => {
+            let options = UpOptions { deployed, kubernetes, engine, vm_manager, ..UpOptions::default() };
             run_demo(&ui, keep, &options).await
         }
         Verb::Test(selection) => verify::verify(&ui, &selection).await,

@@ -1,5 +1,7 @@
 //! `cargo lab demo`: the lifecycle of a volume, with the objects involved in both clusters.
 
+mod kubevirt;
+mod libvirt;
 mod records;
 mod trace;
 
@@ -55,7 +57,7 @@ pub async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     demo.cordon(&second, true).await?;
     apply(&demo.guest, "manifests/demo.yaml", MANIFEST).await?;
     let chain = demo.tracer.chain(NAMESPACE, CLAIM).await?;
-    demo.show(&chain.lines());
+    demo.show(chain.lines());
 
     demo.step(&format!("the pod runs on {first} and writes 64 MiB with their checksum"));
     let wrote = demo.report(&first, None).await?;

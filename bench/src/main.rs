@@ -332,7 +332,7 @@ mod tests {
     #[test]
     fn the_suite_consists_of_commands() {
         for command in suite::commands() {
-            parse(command).unwrap_or_else(|error| panic!("{}: {error}", command));
+            parse(command).unwrap_or_else(|error| panic!("{command}: {error}"));
         }
     }
 }

@@ -147,7 +147,8 @@ pub fn write(page: &Path, rows: impl Fn(&str) -> Result<Vec<Row>>) -> Result<()>
     let figures: Vec<String> =
         FIGURES.iter().map(|one| one.lines(&rows(one.command)?)).collect::<Result<_>>()?;
     let tables = format!("{HEAD}{}\n{}{}", times.concat(), figures::HEAD, figures.concat());
-    let text = replaced(&text, &tables).with_context(|| format!("{} has no place for them", page.display()))?;
+    let text =
+        replaced(&text, &tables).with_context(|| format!("{} has no place for them", page.display()))?;
     std::fs::write(page, text).with_context(|| format!("cannot write {}", page.display()))
 }
 

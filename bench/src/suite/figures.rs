@@ -19,7 +19,13 @@ pub struct Figures {
 pub const FIGURES: &[Figures] = &[
     Figures {
         command: "scale --guests 1,5,20",
-        metrics: &["everything attached", "moved", "mgmt-csi rss", "vm-operator-shim rss", "storage-infra rss"],
+        metrics: &[
+            "everything attached",
+            "moved",
+            "mgmt-csi rss",
+            "vm-operator-shim rss",
+            "storage-infra rss",
+        ],
     },
     Figures {
         command: "idle --volumes 1000 --seconds 60",
@@ -31,7 +37,10 @@ pub const FIGURES: &[Figures] = &[
             "storage-infra cpu",
         ],
     },
-    Figures { command: "idle --storage-infra --volumes 0,10000 --seconds 60", metrics: &["storage-infra cpu"] },
+    Figures {
+        command: "idle --storage-infra --volumes 0,10000 --seconds 60",
+        metrics: &["storage-infra cpu"],
+    },
     Figures {
         command: "sustain --rate 100 --seconds 60 --volumes 10000",
         metrics: &["created", "duration", "storage-infra cpu"],
@@ -101,7 +110,8 @@ mod tests {
     use super::*;
 
     fn row(case: &str, metric: &str, unit: &str, n: usize, p50: f64) -> Row {
-        let (bench, case, metric, unit) = ("b".to_owned(), case.to_owned(), metric.to_owned(), unit.to_owned());
+        let (bench, case, metric, unit) =
+            ("b".to_owned(), case.to_owned(), metric.to_owned(), unit.to_owned());
         let (p90, p99, max) = (2.0 * p50, 3.0 * p50, 4.0 * p50);
         Row { bench, case, metric, unit, n, p50, p90, p99, max, floor_p50: None, ratio_p50: None }
     }

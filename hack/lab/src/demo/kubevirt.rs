@@ -49,7 +49,9 @@ impl KubeVirt {
         }
         Ok(vec![
             format!("management  PersistentVolumeClaim {claim}, {ANNOTATION_ATTACHED_TO} names {vm}"),
-            format!("management  VirtualMachineInstance {vm}, volumeStatus of {claim} is Ready, in no other VM"),
+            format!(
+                "management  VirtualMachineInstance {vm}, volumeStatus of {claim} is Ready, in no other VM"
+            ),
         ])
     }
 

@@ -26,8 +26,8 @@ pub(super) struct Tracer {
 
 /// What runs the VMs and keeps the volumes.
 enum Below {
-    Libvirt(Libvirt),
-    KubeVirt(KubeVirt),
+    Libvirt(Box<Libvirt>),
+    KubeVirt(Box<KubeVirt>),
 }
 
 /// The objects behind a guest claim, from top to bottom.
@@ -69,8 +69,8 @@ impl Tracer {
     pub(super) async fn new(lab: &Lab, guest: &Client) -> Result<Self> {
         let (management, namespace) = (lab.management().await?, lab.guest_namespace("g1")?);
         let below = match lab.has_kubevirt() {
-            true => Below::KubeVirt(KubeVirt::new(lab, &management, &namespace)),
-            false => Below::Libvirt(Libvirt::new(lab, &management, &namespace).await?),
+            true => Below::KubeVirt(Box::new(KubeVirt::new(lab, &management, &namespace))),
+            false => Below::Libvirt(Box::new(Libvirt::new(lab, &management, &namespace).await?)),
         };
         Ok(Self { guest: guest.clone(), management, namespace, below })
     }

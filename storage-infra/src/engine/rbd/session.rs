@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::command::{CallError, Cause, MONITORS, QUICK};
 use super::RbdLocation;
+use super::command::{CallError, Cause, MONITORS, QUICK};
 use crate::hypervisor::RbdImage;
 
 /// The interpreter that Ceph's packages install their bindings for.
@@ -56,7 +56,11 @@ pub(super) struct Image<'a> {
 
 impl<'a> From<&'a RbdImage> for Image<'a> {
     fn from(image: &'a RbdImage) -> Self {
-        Self { pool: &image.pool, namespace: image.namespace.as_deref().unwrap_or_default(), name: &image.name }
+        Self {
+            pool: &image.pool,
+            namespace: image.namespace.as_deref().unwrap_or_default(),
+            name: &image.name,
+        }
     }
 }
 
@@ -185,7 +189,8 @@ struct Session {
 
 impl Session {
     fn start(location: &RbdLocation) -> Result<Self, String> {
-        let not_run = |why: String| format!("cannot run {PYTHON} with Ceph's bindings (package python3-rbd): {why}");
+        let not_run =
+            |why: String| format!("cannot run {PYTHON} with Ceph's bindings (package python3-rbd): {why}");
         let mut command = Command::new(PYTHON);
         command.args(["-I", "-c", PROGRAM]).arg(&location.conf).arg(&location.keyring).arg(&location.user);
         command.args([MONITORS, QUICK].map(|seconds| seconds.to_string()));

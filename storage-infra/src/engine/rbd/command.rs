@@ -2,7 +2,7 @@
 //! what moves data or may take long. Exit codes of `rbd` are errno values, its output is JSON.
 
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nix::errno::Errno;
 use serde::de::DeserializeOwned;
@@ -80,6 +80,9 @@ pub(super) struct Ceph {
     images: Arc<Sessions>,
     /// A session of its own: the monitors answer also when requests to images hang.
     monitors: Arc<Sessions>,
+    /// Held for reading while a session has an image open for writing, and for writing while the watchers of one are asked for:
+    /// a session is no other client.
+    opened: Arc<RwLock<()>>,
     /// Held while an image gets the name of a deleted one and moves to the trash.
     pub(super) discarding: Arc<Mutex<()>>,
 }
@@ -88,13 +91,21 @@ impl Ceph {
     pub(super) fn new(location: RbdLocation) -> Self {
         let sessions = |most| Arc::new(Sessions::new(location.clone(), most));
         let (images, monitors) = (sessions(IMAGE_SESSIONS), sessions(1));
-        Self { location, images, monitors, discarding: Arc::default() }
+        Self { location, images, monitors, opened: Arc::default(), discarding: Arc::default() }
     }
 
     /// Makes a request in a session.
     pub(super) fn call<T: DeserializeOwned>(&self, call: &Call<'_>) -> Result<T, CallError> {
         match call {
             Call::Monitors { .. } => self.monitors.call(call),
+            Call::SetMetadata { .. } | Call::Resize { .. } => {
+                let _opened = self.opened.read().unwrap_or_else(PoisonError::into_inner);
+                self.images.call(call)
+            }
+            Call::Watchers { .. } => {
+                let _closed = self.opened.write().unwrap_or_else(PoisonError::into_inner);
+                self.images.call(call)
+            }
             _ => self.images.call(call),
         }
     }

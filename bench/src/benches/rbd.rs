@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use infra_api::EngineKind;
-use tests::Scenario;
+use tests::{Scenario, eventually};
 use tests::pods::{self, PodScenario};
 
 use crate::objects::{Attachments, Claim, Claims};
@@ -43,7 +43,12 @@ async fn measure(pods: &Arc<PodScenario>, report: &Report, work: &Work) -> Resul
         report.times_of(&name, "attach", &images.attach, &files.attach);
         report.times_of(&name, "detach", &images.detach, &files.detach);
     }
-    Ok(())
+    eventually("the pool of files is empty", tests::PATIENCE, || async {
+        let mut left = s.infra.list_volumes(None, None).await?.items;
+        left.retain(|volume| volume.pool == files.name);
+        Ok(if left.is_empty() { Ok(()) } else { Err(format!("{} volumes are left", left.len())) })
+    })
+    .await
 }
 
 async fn pool_of_images(s: &Scenario) -> Result<String> {

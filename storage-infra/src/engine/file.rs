@@ -28,6 +28,7 @@ use uuid::Uuid;
 use crate::audit;
 use crate::hypervisor::{DiskLocation, DiskSource};
 
+use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::{
     Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
@@ -382,6 +383,10 @@ impl Engine for FileEngine {
         self.complete(&part.file, cleared.object(), bytes, record)
     }
 
+    fn examine_image(&self, path: &Path) -> Result<ForeignImage> {
+        Err(EngineError::Unsupported(format!("{} is no image in a directory of files", path.display())))
+    }
+
     fn adopt_file(&self, cleared: &Clearance, path: &Path, inode: u64, record: &Record) -> Result<()> {
         self.adopt(cleared, path, inode, record)
     }
@@ -483,22 +488,6 @@ impl Engine for FileEngine {
 
     fn cut_off(&self, _id: &VolumeId) -> Result<Vec<String>> {
         Ok(Vec::new())
-    }
-}
-
-impl FileEngine {
-    /// The path of an object's file, after checking that it exists.
-    fn existing(&self, object: &Object) -> Result<PathBuf> {
-        self.check()?;
-        let path = self.file(object);
-        match fs::symlink_metadata(&path) {
-            Ok(meta) if meta.is_file() => Ok(path),
-            Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))
-            }
-            Err(error) => Err(io_error("access", &path)(error)),
-        }
     }
 }
 

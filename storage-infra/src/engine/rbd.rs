@@ -7,6 +7,7 @@
 //! A marker image with the pool's UUID distinguishes the registered pool from another one. Replicas and device class
 //! are those of the Ceph pool.
 
+mod adopt;
 mod clones;
 mod command;
 mod images;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 use infra_api::VolumeId;
 use uuid::Uuid;
 
+use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::image_lock::Holder;
 use super::{
@@ -38,7 +40,7 @@ use names::{MARKER, image_name, object_of, part_name};
 use output::ClusterState;
 use session::Call;
 
-pub use location::{RbdLocation, is_rbd};
+pub use location::{RbdLocation, image_path, is_rbd, parse_image};
 pub(super) use scan::scan_pool;
 
 /// Size of the marker image, which holds no data.
@@ -152,7 +154,11 @@ impl RbdEngine {
     }
 
     fn open_by(&self, object: &Object) -> Result<Option<Holder>> {
-        let watchers = self.ceph.watchers(&self.image(object))?;
+        self.watched_by(&self.image(object))
+    }
+
+    fn watched_by(&self, image: &RbdImage) -> Result<Option<Holder>> {
+        let watchers = self.ceph.watchers(image)?;
         let clients: Vec<String> = watchers.into_iter().map(|one| one.address).collect();
         Ok((!clients.is_empty()).then_some(Holder::Watching(clients)))
     }
@@ -372,8 +378,12 @@ impl Engine for RbdEngine {
         self.unsupported("import volumes")
     }
 
-    fn adopt_file(&self, _: &Clearance, _: &Path, _: u64, _: &Record) -> Result<()> {
-        self.unsupported("adopt files")
+    fn examine_image(&self, path: &Path) -> Result<ForeignImage> {
+        self.examine(path)
+    }
+
+    fn adopt_file(&self, cleared: &Clearance, path: &Path, id: u64, record: &Record) -> Result<()> {
+        self.adopt(cleared, path, id, record)
     }
 
     fn create_from_image(
@@ -388,12 +398,12 @@ impl Engine for RbdEngine {
         self.unsupported("adopt images")
     }
 
-    fn check_release(&self, _object: &Object, _path: &Path) -> Result<u64> {
-        self.unsupported("release volumes as files; `rbd export` writes one to a file")
+    fn check_release(&self, object: &Object, path: &Path) -> Result<u64> {
+        self.releasable(object, path)
     }
 
-    fn release_file(&self, _cleared: &Clearance, _path: &Path, _inode: u64) -> Result<()> {
-        self.unsupported("release volumes as files")
+    fn release_file(&self, cleared: &Clearance, path: &Path, id: u64) -> Result<()> {
+        self.move_out(cleared, path, id)
     }
 
     fn revisions(&self) -> Result<Revisions> {

@@ -1,8 +1,9 @@
-//! Incomplete files: they have a temporary name until they are complete and durable.
+//! Incomplete files, which have a temporary name until they are complete and durable, and complete ones.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
 
 use super::{FileEngine, io_error, record_xattr, unlink};
 use crate::audit;
@@ -63,5 +64,19 @@ impl FileEngine {
         }
         file.set_len(keep).map_err(io_error("truncate", &path))?;
         Ok(file)
+    }
+
+    /// The path of an object's file, after checking that it exists.
+    pub(super) fn existing(&self, object: &Object) -> Result<PathBuf> {
+        self.check()?;
+        let path = self.file(object);
+        match fs::symlink_metadata(&path) {
+            Ok(meta) if meta.is_file() => Ok(path),
+            Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))
+            }
+            Err(error) => Err(io_error("access", &path)(error)),
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::Volumes;
 use super::adopt;
 use crate::budget::Demand;
 use crate::catalog::{AdoptionMethod, AdoptionRow, Origin, PoolRow, Tx, VolumeRow};
-use crate::engine::adopt::Candidate;
+use crate::engine::adopt::{Candidate, Home};
 use crate::engine::{Object, PoolFacts};
 use crate::placement;
 use crate::service::budgets::refuse_over_budget;
@@ -159,7 +159,7 @@ impl RequestedVolume {
         }
         let has_pools = !candidates.is_empty();
         let of = source.as_ref().map(|source| (&source.pool.name, source.pool.spec.engine));
-        candidates.retain(|one| can_make(content, of, (&one.name, one.engine)));
+        candidates.retain(|one| can_make(content, of, &near, (&one.name, one.engine)));
         if candidates.is_empty() && has_pools {
             return Err(self.no_suitable_engine(source.as_ref()));
         }
@@ -209,11 +209,13 @@ impl RequestedVolume {
 fn can_make(
     content: &Content,
     source: Option<(&PoolName, EngineKind)>,
+    near: &[PoolName],
     (pool, engine): (&PoolName, EngineKind),
 ) -> bool {
     match (content, source) {
         (Content::Created, None) => true,
         (Content::Created, Some((from, EngineKind::Rbd))) => from == pool,
+        (Content::Adopted(Candidate { home: Home::Pool(_), .. }), _) => near.contains(pool),
         (Content::Created, Some(_)) | (Content::Imported | Content::Adopted(_), _) => {
             engine == EngineKind::File
         }
@@ -348,11 +350,11 @@ mod tests {
         let [f, g, r, s] = ["f", "g", "r", "s"].map(|name| PoolName::new(name).unwrap());
         let [file, other] = [&f, &g].map(|name| (name, EngineKind::File));
         let [rbd, second] = [&r, &s].map(|name| (name, EngineKind::Rbd));
-        let created = |source, pool| can_make(&Content::Created, source, pool);
+        let created = |source, pool| can_make(&Content::Created, source, &[], pool);
         assert!(created(None, rbd) && created(None, file));
         assert!(created(Some(rbd), rbd) && created(Some(file), other));
         assert!(!created(Some(rbd), second) && !created(Some(rbd), file) && !created(Some(file), rbd));
-        let imported = |pool| can_make(&Content::Imported, None, pool);
+        let imported = |pool| can_make(&Content::Imported, None, &[], pool);
         assert!(imported(file) && !imported(rbd));
     }
 }

@@ -380,7 +380,7 @@ impl Engine for FileEngine {
 
     fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
         self.check()?;
-        self.complete(&part.file, cleared.object(), bytes, record)
+        self.finish_part(cleared.object(), &part, bytes, record)
     }
 
     fn examine_image(&self, path: &Path) -> Result<ForeignImage> {

@@ -10,6 +10,7 @@
 mod adopt;
 mod clones;
 mod command;
+mod data;
 mod images;
 mod location;
 mod names;
@@ -41,6 +42,7 @@ use output::ClusterState;
 use session::Call;
 
 pub use location::{RbdLocation, image_path, is_rbd, parse_image};
+pub(super) use data::ImageData;
 pub(super) use scan::scan_pool;
 
 /// Size of the marker image, which holds no data.
@@ -370,12 +372,13 @@ impl Engine for RbdEngine {
         Ok(())
     }
 
-    fn open_part(&self, _cleared: &Clearance, _keep: u64, _bytes: u64) -> Result<PartFile> {
-        self.unsupported("import volumes")
+    fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile> {
+        self.reopen_part(cleared, keep, bytes)
     }
 
-    fn complete_part(&self, _: &Clearance, _: PartFile, _: u64, _: &Record) -> Result<()> {
-        self.unsupported("import volumes")
+    fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
+        self.check()?;
+        self.finish_part(cleared.object(), part, bytes, record)
     }
 
     fn examine_image(&self, path: &Path) -> Result<ForeignImage> {

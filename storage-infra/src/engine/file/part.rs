@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use super::{FileEngine, io_error, record_xattr, unlink};
 use crate::audit;
+use crate::engine::transfer::PartData;
 use crate::engine::{Clearance, EngineError, Object, PartFile, Record, Result};
 
 impl FileEngine {
@@ -46,7 +47,15 @@ impl FileEngine {
         };
         // Writes beyond the end would allocate more than they need.
         file.set_len(bytes).map_err(io_error("set the size of", &path))?;
-        Ok(PartFile { file, path })
+        Ok(PartFile(PartData::File(file, path)))
+    }
+
+    /// Gives an incomplete file its name.
+    pub(super) fn finish_part(&self, object: &Object, part: &PartFile, bytes: u64, record: &Record) -> Result<()> {
+        match &part.0 {
+            PartData::File(file, _) => self.complete(file, object, bytes, record),
+            PartData::Image(_) => Err(EngineError::Unsupported(format!("the image of {object} is not in this pool"))),
+        }
     }
 
     fn truncated_part(&self, cleared: &Clearance, keep: u64) -> Result<File> {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use uuid::Uuid;
 
-use crate::hypervisor::{CephClient, RbdImage};
+use crate::hypervisor::{CephClient, RbdImage, RbdSource};
 
 const PREFIX: &str = "rbd:";
 
@@ -29,6 +29,13 @@ pub struct RbdLocation {
 }
 
 impl RbdLocation {
+    /// Where an image is, and how it is reached.
+    pub fn of(source: &RbdSource) -> Self {
+        let RbdSource { image: RbdImage { pool, namespace, .. }, client } = source.clone();
+        let CephClient { conf, user, keyring, .. } = client;
+        Self { pool, namespace, user, conf, keyring, trash_seconds: 0 }
+    }
+
     /// The image of this name.
     pub fn image(&self, name: impl Into<String>) -> RbdImage {
         RbdImage { pool: self.pool.clone(), namespace: self.namespace.clone(), name: name.into() }

@@ -65,7 +65,7 @@ impl Moves {
             Some(holder) => Err(EngineError::InUse(format!(
                 "the file of {object} is in use by {holder}, without an attachment; stop that first"
             ))),
-            None => SourceFile::open(engine.locate(&object)?, size)?.modified(),
+            None => SourceFile::open(&engine.locate(&object)?, size)?.modified(),
         };
         Ok(self.engines.run::<_, EngineError, _>(&state.pool, read).await?)
     }

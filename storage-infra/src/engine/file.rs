@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use infra_api::{SnapshotId, VolumeId};
-use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
+use rustix::fs::{StatVfsMountFlags, statvfs};
 use uuid::Uuid;
 
 use crate::audit;
@@ -334,28 +334,7 @@ impl Engine for FileEngine {
         record: &Record,
         progress: &CopyProgress,
     ) -> Result<()> {
-        self.check()?;
-        let source = from.file().map_err(EngineError::Unsupported)?;
-        let object = cleared.object();
-        let part = self.part(object);
-        let from = File::open(source).map_err(io_error("open", source))?;
-        let to = self.create_part(cleared)?;
-        match method {
-            Method::Reflink => {
-                ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
-                // The source may have been expanded and written to meanwhile: its data must not be truncated.
-                let length = to.metadata().map_err(io_error("read the metadata of", &part))?.len();
-                if length > bytes {
-                    return Err(EngineError::SourceExpanded(format!(
-                        "{} was expanded from {bytes} to {length} bytes meanwhile; retry",
-                        source.display()
-                    )));
-                }
-            }
-            Method::Copy => copy_sparse(&from, &to, bytes, progress)?,
-        }
-        // The object may be larger than its source; and a source that was expanded during the copy was not written to.
-        self.complete(&to, object, bytes, record)
+        self.fill(cleared, from, bytes, method, record, progress)
     }
 
     fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {

@@ -41,8 +41,8 @@ use names::{MARKER, image_name, object_of, part_name};
 use output::ClusterState;
 use session::Call;
 
-pub use location::{RbdLocation, image_path, is_rbd, parse_image};
 pub(super) use data::ImageData;
+pub use location::{RbdLocation, image_path, is_rbd, parse_image};
 pub(super) use scan::scan_pool;
 
 /// Size of the marker image, which holds no data.
@@ -209,13 +209,6 @@ impl RbdEngine {
             ))),
         }
     }
-
-    fn unsupported<T>(&self, what: &str) -> Result<T> {
-        Err(EngineError::Unsupported(format!(
-            "the pool {} has the engine rbd, which does not {what}",
-            self.ceph.location.pool
-        )))
-    }
 }
 
 fn hash(value: impl Hash) -> u64 {
@@ -358,18 +351,23 @@ impl Engine for RbdEngine {
         progress: &CopyProgress,
     ) -> Result<()> {
         self.check()?;
-        let (DiskSource::Rbd(source), Method::Reflink) = (from, method) else {
-            return self.unsupported(&format!(
-                "copy from {}: it clones only within its Ceph pool; choose the pool of the source",
+        match (from, method) {
+            (_, Method::Copy) => self.copy_into(cleared.object(), from, bytes, record, progress),
+            (DiskSource::Rbd(source), Method::Reflink)
+                if self.ceph.location.name_of(&source.image).is_some() =>
+            {
+                let part = self.clear_part(cleared.object())?;
+                self.clone_into(&source.image, &part, bytes)?;
+                self.complete(cleared.object(), bytes, record)?;
+                progress.set(bytes);
+                Ok(())
+            }
+            (_, Method::Reflink) => Err(EngineError::Unsupported(format!(
+                "images of {} share no data with {}",
+                self.ceph.location.place(),
                 from.location()
-            ));
-        };
-        let object = cleared.object();
-        let part = self.clear_part(object)?;
-        self.clone_into(&source.image, &part, bytes)?;
-        self.complete(object, bytes, record)?;
-        progress.set(bytes);
-        Ok(())
+            ))),
+        }
     }
 
     fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile> {
@@ -392,13 +390,13 @@ impl Engine for RbdEngine {
     fn create_from_image(
         &self,
         _cleared: &Clearance,
-        _image: &Path,
+        image: &Path,
         _inode: u64,
         _bytes: u64,
         _record: &Record,
         _progress: &CopyProgress,
     ) -> Result<()> {
-        self.unsupported("adopt images")
+        Err(EngineError::Unsupported(format!("{} cannot be converted into an RBD image", image.display())))
     }
 
     fn check_release(&self, object: &Object, path: &Path) -> Result<u64> {

@@ -24,7 +24,8 @@ fn create_image(ceph: &Ceph, name: &str) {
 
 /// Ceph's ID of an image.
 fn id(ceph: &Ceph, image: &str) -> String {
-    let info: serde_json::Value = serde_json::from_str(&ceph.rbd(&["info", "--format", "json", image])).unwrap();
+    let info: serde_json::Value =
+        serde_json::from_str(&ceph.rbd(&["info", "--format", "json", image])).unwrap();
     info["id"].as_str().unwrap().to_owned()
 }
 
@@ -59,7 +60,10 @@ async fn an_image_becomes_a_volume_without_a_copy_and_an_image_again() {
         ("/srv/v.img", "must have the form"),
     ] {
         let refused = client.release(&v, &release(to)).await.unwrap_err();
-        assert!(refused.code() == Some(ProblemCode::Invalid) && refused.to_string().contains(what), "{refused}");
+        assert!(
+            refused.code() == Some(ProblemCode::Invalid) && refused.to_string().contains(what),
+            "{refused}"
+        );
     }
     let released = client.release(&v, &Release::default()).await.unwrap();
     assert_eq!((released.path.as_str(), id(ceph, "vms/v.img")), ("rbd:vms/v.img", before.clone()));
@@ -138,10 +142,8 @@ async fn crash_at_each_step<T>(
         let _ = act(&server).await;
         server.wait_for_crash().await;
         server = site.start();
-        until("the repeated operation succeeds", async || {
-            done(&server).await || act(&server).await.is_ok()
-        })
-        .await;
+        until("the repeated operation succeeds", async || done(&server).await || act(&server).await.is_ok())
+            .await;
         until("the operation is complete", async || done(&server).await).await;
     }
 }

@@ -53,9 +53,9 @@ impl RbdEngine {
         }
         match self.watched_by(image)? {
             None => Ok(found),
-            Some(holder) => Err(EngineError::InUse(format!(
-                "the image {image} is in use by {holder}; stop that first"
-            ))),
+            Some(holder) => {
+                Err(EngineError::InUse(format!("the image {image} is in use by {holder}; stop that first")))
+            }
         }
     }
 

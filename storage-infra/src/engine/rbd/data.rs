@@ -8,9 +8,9 @@ use serde::de::DeserializeOwned;
 use super::RbdEngine;
 use super::location::RbdLocation;
 use super::session::{Call, Session};
-use crate::engine::transfer::PartData;
-use crate::engine::{Clearance, EngineError, Object, PartFile, Record, Result};
-use crate::hypervisor::{RbdImage, RbdSource};
+use crate::engine::transfer::{PartData, copy};
+use crate::engine::{Clearance, CopyProgress, EngineError, Object, PartFile, Record, Result, SourceFile};
+use crate::hypervisor::{DiskSource, RbdImage, RbdSource};
 
 /// Bytes of an image that are searched for data at a time.
 const WINDOW: u64 = 1 << 30;
@@ -162,8 +162,29 @@ impl RbdEngine {
         Ok(PartFile(PartData::Image(data)))
     }
 
+    /// Fills an object with the data of a file, or of an image elsewhere.
+    pub(super) fn copy_into(
+        &self,
+        object: &Object,
+        from: &DiskSource,
+        bytes: u64,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()> {
+        let from = SourceFile::open(from, bytes)?;
+        let part = self.create_part(object, bytes)?;
+        copy(&from, &part, progress)?;
+        self.finish_part(object, part, bytes, record)
+    }
+
     /// Gives an incomplete image its record and its name once all of it is durable.
-    pub(super) fn finish_part(&self, object: &Object, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
+    pub(super) fn finish_part(
+        &self,
+        object: &Object,
+        part: PartFile,
+        bytes: u64,
+        record: &Record,
+    ) -> Result<()> {
         let PartFile(PartData::Image(image)) = part else {
             return Err(EngineError::Unsupported(format!("the file of {object} is not in this pool")));
         };

@@ -65,8 +65,7 @@ impl Ceph {
 
     /// Whether an image has no data of its own and no parent's.
     pub(super) fn is_blank(&self, image: &RbdImage) -> Result<bool> {
-        let extents: Vec<Value> =
-            self.rbd_json(&["diff", "--whole-object", &image.to_string()])?;
+        let extents: Vec<Value> = self.rbd_json(&["diff", "--whole-object", &image.to_string()])?;
         Ok(extents.is_empty())
     }
 

@@ -49,7 +49,7 @@ impl Examined {
         if self.migrates {
             return Some("it is being migrated; complete that with `rbd migration commit`".to_owned());
         }
-        let is_whole = self.bytes > 0 && self.bytes % UNIT == 0;
+        let is_whole = self.bytes > 0 && self.bytes.is_multiple_of(UNIT);
         (!is_whole).then(|| {
             format!(
                 "it has {} bytes, which is not a multiple of {UNIT}; enlarge it with `rbd resize` first",

@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::command::{CallError, Cause, MONITORS, QUICK};
 use super::RbdLocation;
+use super::command::{CallError, Cause, MONITORS, QUICK};
 use crate::hypervisor::RbdImage;
 
 /// The interpreter that Ceph's packages install their bindings for.
@@ -74,7 +74,11 @@ pub(super) struct Image<'a> {
 
 impl<'a> From<&'a RbdImage> for Image<'a> {
     fn from(image: &'a RbdImage) -> Self {
-        Self { pool: &image.pool, namespace: image.namespace.as_deref().unwrap_or_default(), name: &image.name }
+        Self {
+            pool: &image.pool,
+            namespace: image.namespace.as_deref().unwrap_or_default(),
+            name: &image.name,
+        }
     }
 }
 
@@ -96,14 +100,18 @@ impl fmt::Display for Call<'_> {
             Self::Watchers { image } => write!(f, "get the watchers of the image {image}"),
             Self::Metadata { image, key } => write!(f, "get the metadata {key} of the image {image}"),
             Self::SetMetadata { image, key, .. } => write!(f, "set the metadata {key} of the image {image}"),
-            Self::RemoveMetadata { image, key } => write!(f, "remove the metadata {key} of the image {image}"),
+            Self::RemoveMetadata { image, key } => {
+                write!(f, "remove the metadata {key} of the image {image}")
+            }
             Self::Create { image, bytes } => write!(f, "create the image {image} of {bytes} bytes"),
             Self::Resize { image, bytes } => write!(f, "expand the image {image} to {bytes} bytes"),
             Self::Cut { image, keep, .. } => write!(f, "cut the image {image} off after {keep} bytes"),
             Self::Rename { image, to } => write!(f, "rename the image {image} to {to}"),
             Self::Examine { image } => write!(f, "examine the image {image}"),
             Self::Modified { image } => write!(f, "get the time of the last change of the image {image}"),
-            Self::Extents { image, offset, .. } => write!(f, "find the data of the image {image} from byte {offset} on"),
+            Self::Extents { image, offset, .. } => {
+                write!(f, "find the data of the image {image} from byte {offset} on")
+            }
             Self::Read { image, offset, length } => {
                 write!(f, "read {length} bytes of the image {image} from byte {offset} on")
             }
@@ -217,7 +225,8 @@ pub(super) struct Session {
 
 impl Session {
     fn start(location: &RbdLocation) -> Result<Self, String> {
-        let not_run = |why: String| format!("cannot run {PYTHON} with Ceph's bindings (package python3-rbd): {why}");
+        let not_run =
+            |why: String| format!("cannot run {PYTHON} with Ceph's bindings (package python3-rbd): {why}");
         let mut command = Command::new(PYTHON);
         command.args(["-I", "-c", PROGRAM]).arg(&location.conf).arg(&location.keyring).arg(&location.user);
         command.args([MONITORS, QUICK].map(|seconds| seconds.to_string()));

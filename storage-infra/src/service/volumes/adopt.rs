@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use infra_api::{
-    Adoption, DiskOptions, EngineKind, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId,
-    VolumeSpec, VolumeState,
+    Adoption, DiskOptions, EngineKind, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume,
+    VolumeId, VolumeSpec, VolumeState,
 };
 use tokio::sync::oneshot;
 
@@ -44,8 +44,7 @@ pub(super) fn near(file: &Candidate, pools: &[PoolRow], facts: &Facts) -> Vec<Po
         Home::Filesystem(home) => *home,
         Home::Pool(pool) => return vec![pool.clone()],
     };
-    let on_filesystem =
-        |pool: &&PoolRow| facts.get(&pool.name).is_some_and(|facts| facts.filesystem == home);
+    let on_filesystem = |pool: &&PoolRow| facts.get(&pool.name).is_some_and(|facts| facts.filesystem == home);
     let mut near: Vec<&PoolRow> = pools.iter().filter(on_filesystem).collect();
     near.sort_by_key(|pool| (!file.path.starts_with(&pool.spec.path), pool.name.clone()));
     near.into_iter().map(|pool| pool.name.clone()).collect()
@@ -148,7 +147,8 @@ impl Volumes {
         let invalid = |why: String| Failure::new(ProblemCode::Invalid, why);
         let image = parse_image(path).map_err(invalid)?;
         let pools = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
-        let has = |pool: &&PoolRow| wanted.is_none_or(|wanted| *wanted == pool.name) && has_image(pool, &image);
+        let has =
+            |pool: &&PoolRow| wanted.is_none_or(|wanted| *wanted == pool.name) && has_image(pool, &image);
         let pool = match pools.iter().filter(has).collect::<Vec<_>>().as_slice() {
             [only] => (*only).clone(),
             [] => {
@@ -157,11 +157,17 @@ impl Volumes {
                      `storage-infra pool add --engine rbd`, in which the image then is"
                 )));
             }
-            _ => return Err(invalid(format!("several pools may have the image {image}; choose one with --pool"))),
+            _ => {
+                return Err(invalid(format!(
+                    "several pools may have the image {image}; choose one with --pool"
+                )));
+            }
         };
         let path = path.to_owned();
-        let found =
-            self.engines.run::<_, EngineError, _>(&pool, move |e| Ok((e.examine_image(&path)?, path))).await?;
+        let found = self
+            .engines
+            .run::<_, EngineError, _>(&pool, move |e| Ok((e.examine_image(&path)?, path)))
+            .await?;
         let (ForeignImage { id, size, allocated }, path) = found;
         let (home, format) = (Home::Pool(pool.name), Format::Raw);
         Ok((Candidate { path, inode: id, home, size, allocated, format }, DiskLocation::Rbd(image)))

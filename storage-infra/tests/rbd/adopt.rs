@@ -1,23 +1,23 @@
 //! Images that become volumes, and volumes that become images.
 
-use infra_api::{Adoption, ClientError, Owner, PoolName, ProblemCode, Qos, Release, Volume, VolumeState};
+use infra_api::{Adoption, Owner, PoolName, ProblemCode, Qos, Release};
 
 use crate::support::ceph::Ceph;
 use crate::support::*;
 use crate::{ONE_AT_A_TIME, Plugged, images};
 
 /// An adoption of an image of the Ceph pool `vms`.
-fn adoption(image: &str) -> Adoption {
+pub(super) fn adoption(image: &str) -> Adoption {
     let (path, qos, owner) = (format!("rbd:vms/{image}"), Qos::default(), Owner::default());
     Adoption { path, pool: None, qos, shareable: false, owner }
 }
 
-fn release(to: &str) -> Release {
+pub(super) fn release(to: &str) -> Release {
     Release { path: Some(to.to_owned()) }
 }
 
 /// Creates an image of 16 MiB with a pattern at 1 MiB.
-fn create_image(ceph: &Ceph, name: &str) {
+pub(super) fn create_image(ceph: &Ceph, name: &str) {
     ceph.rbd(&["create", "--size", "16M", &format!("vms/{name}")]);
     ceph.write(&format!("vms/{name}"), 7, MIB);
 }
@@ -118,65 +118,4 @@ async fn an_image_that_somebody_uses_or_keeps_is_not_adopted() {
     }
     let elsewhere = Adoption { pool: Some(PoolName::new("elsewhere").unwrap()), ..adoption("no") };
     assert_eq!(code(client.adopt(&volume("w"), &elsewhere, SOON).await), ProblemCode::Invalid);
-}
-
-/// Crashes the server at each step of an operation that succeeds without a crash, and repeats the operation.
-async fn crash_at_each_step<T>(
-    site: &Site,
-    prepare: impl AsyncFn(&Server),
-    act: impl AsyncFn(&Server) -> Result<T, ClientError>,
-    done: impl AsyncFn(&Server) -> bool,
-) {
-    let server = site.start();
-    prepare(&server).await;
-    site.record_fail_points();
-    act(&server).await.unwrap_or_else(|error| panic!("{error}"));
-    let steps = site.passed_fail_points();
-    let (mut server, mut times) = (server, std::collections::HashMap::new());
-    for step in steps {
-        let time = times.entry(step.clone()).or_insert(0);
-        *time += 1;
-        prepare(&server).await;
-        site.arm(&step, *time);
-        // It may have completed before the crash.
-        let _ = act(&server).await;
-        server.wait_for_crash().await;
-        server = site.start();
-        until("the repeated operation succeeds", async || done(&server).await || act(&server).await.is_ok())
-            .await;
-        until("the operation is complete", async || done(&server).await).await;
-    }
-}
-
-#[tokio::test]
-async fn a_crash_during_an_adoption_or_a_release_loses_no_image() {
-    let _alone = ONE_AT_A_TIME.lock().await;
-    let ceph = Ceph::start();
-    ceph.user("own", None);
-    let site = Site::new();
-    let v = volume("v");
-    site.start().client.put_pool(&pool(), &ceph.pool_spec("own", None)).await.unwrap();
-    create_image(&ceph, "disk");
-    let is_ready = |found: Option<Volume>| found.is_some_and(|found| found.state == VolumeState::Ready);
-    let adopt = async |server: &Server| server.client.adopt(&v, &adoption("disk"), SOON).await.map(drop);
-    let free = async |server: &Server| server.client.release(&v, &release("rbd:vms/disk")).await.map(drop);
-    let is_volume = async |server: &Server| {
-        is_ready(server.client.get_volume(&v).await.unwrap()) && images(&ceph, "") == ["_nestor-pool", "v"]
-    };
-    let is_image = async |server: &Server| {
-        server.client.get_volume(&v).await.unwrap().is_none() && images(&ceph, "") == ["_nestor-pool", "disk"]
-    };
-    let first_free = async |server: &Server| {
-        if !is_image(server).await {
-            free(server).await.unwrap();
-        }
-    };
-    crash_at_each_step(&site, first_free, adopt, is_volume).await;
-    let first_adopt = async |server: &Server| {
-        if !is_volume(server).await {
-            adopt(server).await.unwrap();
-        }
-    };
-    crash_at_each_step(&site, first_adopt, free, is_image).await;
-    assert!(ceph.export("vms/disk")[MIB as usize..][..MIB as usize].iter().all(|byte| *byte == 7));
 }

@@ -63,7 +63,7 @@ async fn a_detached_volume_moves_between_files_and_images_with_its_data() {
     let client = &here.server.client;
     let v = volume("v");
     client.put_volume(&v, &in_pool("files", size(64 * MIB)), SOON).await.unwrap();
-    here.site.write(&v, &vec![3; 6 * MIB as usize], 16 * MIB);
+    here.site.write(&v, &vec![3; 24 * MIB as usize], 16 * MIB);
     let content = here.file(&v);
     here.begin(&v, "pool", Some(MIB)).await;
     here.waits_until(&v, "the copy has progress", |moving| moving.copied_bytes > Some(16 * MIB)).await;

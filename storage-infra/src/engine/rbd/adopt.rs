@@ -67,19 +67,29 @@ impl RbdEngine {
         if self.is_at(&to, id)? {
             return Ok(());
         }
-        if self.suitable(&from)?.number() != id {
-            return refused(&from, "it was replaced meanwhile");
-        }
-        self.ceph.set_record(&from, record)?;
-        let rename = || self.rename_to(&from, &to);
-        if let Err(error) = fail_point::around(|| Some("engine.rbd.adopt".into()), rename) {
-            if self.is_at(&from, id)? {
-                self.ceph.remove_record(&from)?;
+        let named = || {
+            if self.suitable(&from)?.number() != id {
+                return refused(&from, "it was replaced meanwhile");
             }
+            self.ceph.set_record(&from, record)?;
+            fail_point::around(|| Some("engine.rbd.adopt".into()), || self.rename_to(&from, &to))
+        };
+        if let Err(error) = named() {
+            self.forget(&from, record)?;
             return Err(error);
         }
         audit::log_action("adopt", object, path, "it becomes the image of the volume");
         Ok(())
+    }
+
+    /// Removes the record of an object from an image that does not become its image, if an attempt has written it.
+    fn forget(&self, image: &RbdImage, record: &Record) -> Result<()> {
+        match self.ceph.record(image)? {
+            Some(found) if found.object() == record.object() && found.identity() == record.identity() => {
+                self.ceph.remove_record(image)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether the image with this number has this name.

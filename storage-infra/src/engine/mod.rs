@@ -32,7 +32,7 @@ pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
 pub use rbd::{RbdEngine, RbdLocation};
 pub use record::Record;
-pub use transfer::{PartFile, SourceFile};
+pub use transfer::{PartFile, SourceFile, is_zero};
 
 /// An object that a pool stores: a volume or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -115,14 +115,21 @@ impl PartFile {
     }
 }
 
-/// Copies all data of a source, without its holes. The target must be empty.
+/// Whether data is zeros, as a hole reads. Ceph reports the whole rest of an object as data that has a single byte.
+pub fn is_zero(data: &[u8]) -> bool {
+    data.iter().all(|byte| *byte == 0)
+}
+
+/// Copies all data of a source, without its holes and zeros. The target must be empty.
 pub(super) fn copy(from: &SourceFile, to: &PartFile, progress: &CopyProgress) -> Result<()> {
     let mut at = 0;
     while let Some((start, data)) = from.next(at, CHUNK)? {
         if progress.is_cancelled() {
             return Err(EngineError::Cancelled);
         }
-        to.write(start, &data)?;
+        if !is_zero(&data) {
+            to.write(start, &data)?;
+        }
         at = start + data.len() as u64;
         progress.set(at);
         std::thread::sleep(progress.pause_after(data.len() as u64));

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::{STALLED, Transfers};
 use crate::audit;
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{EngineError, Object, SourceFile};
+use crate::engine::{EngineError, Object, SourceFile, is_zero};
 use crate::service::core::Core;
 use crate::service::lookups::{refuse_held, refuse_writers};
 use crate::service::problems::{Failure, Result};
@@ -214,20 +214,27 @@ async fn pump(
     let file = Arc::new(file);
     let mut sent = first.len() as u64;
     send(parts, first).await?;
+    let mut at = encoder.offset();
     loop {
         let reader = file.clone();
         let read = move || -> Result<_> {
-            let Some((offset, data)) = reader.next(encoder.offset(), MAX_EXTENT)? else {
-                return Ok((encoder, None));
-            };
-            let part = encoder.extent(offset, &data);
-            Ok((encoder, Some(part)))
+            let Some((offset, data)) = reader.next(at, MAX_EXTENT)? else { return Ok((encoder, None)) };
+            let end = offset + data.len() as u64;
+            let part = (!is_zero(&data)).then(|| encoder.extent(offset, &data));
+            Ok((encoder, Some((end, part))))
         };
-        let (next, part) = blocking(read).await?;
+        let (next, found) = blocking(read).await?;
         encoder = next;
-        let Some(part) = part else { break };
-        sent += part.len() as u64;
-        send(parts, part).await?;
+        let Some((end, part)) = found else { break };
+        at = end;
+        match part {
+            Some(part) => {
+                sent += part.len() as u64;
+                send(parts, part).await?;
+            }
+            None if parts.is_closed() => return Err(ended("the client disconnected")),
+            None => {}
+        }
     }
     if blocking(move || Ok(file.modified()?)).await? != modified {
         return Err(ended("its file was changed meanwhile by a program other than this server"));

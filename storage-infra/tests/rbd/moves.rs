@@ -95,7 +95,8 @@ async fn a_detached_volume_moves_between_files_and_images_with_its_data() {
     here.moves(&v, "guest").await;
     assert!(here.ceph.export("guest/v") == content);
     assert_eq!(images(&here.ceph, ""), ["_nestor-pool", "_snapshot.s"]);
-    client.put_volume(&w, &in_pool("pool", restored(&s, 64 * MIB)), SOON).await.unwrap();
+    client.put_volume(&w, &restored(&s, 64 * MIB), SOON).await.unwrap();
+    assert_eq!(here.volume(&w).await.pool, pool());
     here.moves(&v, "files").await;
     assert!(here.file(&v) == content && here.ceph.export("vms/w") == content);
     assert_eq!(guest_images(&here), ["_nestor-pool"]);

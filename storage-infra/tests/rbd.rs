@@ -2,6 +2,7 @@
 //! Ceph's programs installed: `cargo lab test --only ceph`.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::print_stdout, reason = "crashes are printed")]
 
 mod support;
 

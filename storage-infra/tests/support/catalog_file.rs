@@ -27,14 +27,15 @@ pub fn restore(site: &Site, catalog: &[u8]) {
     fs::write(site.path(CATALOG), catalog).unwrap();
 }
 
+/// Whether the server has no background work left.
+pub fn is_idle(site: &Site) -> bool {
+    let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
+                    + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
+                    + (SELECT count(*) FROM moves)";
+    site.catalog().query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
+}
+
 /// Waits until the server has no background work left.
 pub async fn wait_until_idle(site: &Site) {
-    until("all records are written", async || {
-        let catalog = site.catalog();
-        let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
-                        + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
-                        + (SELECT count(*) FROM moves)";
-        catalog.query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
-    })
-    .await;
+    until("all records are written", async || is_idle(site)).await;
 }

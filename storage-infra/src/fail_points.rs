@@ -11,6 +11,7 @@ use fail_point::{around, around_async};
 use infra_api::VolumeId;
 use uuid::Uuid;
 
+use crate::engine::adopt::ForeignImage;
 use crate::engine::{
     self, Clearance, Contents, CopyProgress, Engine, Files, Method, Object, PartFile, PoolFacts, Record,
     Revisions,
@@ -109,6 +110,10 @@ impl Engine for Guarded<dyn Engine> {
         record: &Record,
     ) -> engine::Result<()> {
         self.effect("complete_part", || self.0.complete_part(cleared, part, bytes, record))
+    }
+
+    fn examine_image(&self, path: &Path) -> engine::Result<ForeignImage> {
+        self.0.examine_image(path)
     }
 
     fn adopt_file(

@@ -304,18 +304,6 @@ fn limit() -> Qos {
     Qos { iops: Some(100), bytes_per_second: None }
 }
 
-/// Waits until the server has no background work left.
-async fn wait_until_idle(site: &Site) {
-    until("all records are written", async || {
-        let catalog = site.catalog();
-        let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
-                        + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
-                        + (SELECT count(*) FROM moves)";
-        catalog.query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
-    })
-    .await;
-}
-
 /// Retries until the operation is done: recovery may delay it.
 async fn retry_until_done(round: &Round, operation: Operation, server: &Server) {
     until("the operation is done", async || match round.act(operation, server).await {

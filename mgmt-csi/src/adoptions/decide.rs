@@ -34,9 +34,10 @@ pub(super) fn wanted(volume: &PersistentVolume) -> Option<Wanted> {
 fn adoption(volume: &PersistentVolume, handle: &str, file: &str) -> Result<(VolumeId, Adoption), String> {
     let id = VolumeId::new(handle)
         .map_err(|error| format!("spec.csi.volumeHandle {handle:?} is no ID of a volume: {error}"))?;
-    if !file.starts_with('/') {
+    if !file.starts_with('/') && !file.starts_with("rbd:") {
         return Err(format!(
-            "the annotation {ANNOTATION_ADOPT_FILE} must be an absolute path on the host of the storage infra, but is {file:?}"
+            "the annotation {ANNOTATION_ADOPT_FILE} must be an absolute path on the host of the storage infra, or \
+             rbd:POOL[/NAMESPACE]/IMAGE, but is {file:?}"
         ));
     }
     let guest = recorded_owner(volume).unwrap_or_default();
@@ -82,12 +83,14 @@ mod tests {
 
     #[test]
     fn a_file_is_adopted_for_the_guest_and_class_of_the_persistent_volume() {
-        let Some(Wanted::Adopt(id, adoption)) = wanted(&volume(json!({ANNOTATION_ADOPT_FILE: "/a.img"})))
-        else {
-            panic!("not adopted");
-        };
-        assert_eq!((id.as_str(), adoption.path.as_str()), ("v", "/a.img"));
-        assert_eq!((adoption.owner.account.as_str(), adoption.owner.class.as_str()), ("g1", "gold"));
+        for path in ["/a.img", "rbd:vms/disk-1"] {
+            let Some(Wanted::Adopt(id, adoption)) = wanted(&volume(json!({ANNOTATION_ADOPT_FILE: path})))
+            else {
+                panic!("not adopted");
+            };
+            assert_eq!((id.as_str(), adoption.path.as_str()), ("v", path));
+            assert_eq!((adoption.owner.account.as_str(), adoption.owner.class.as_str()), ("g1", "gold"));
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use infra_api::PoolName;
 use nix::libc;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -15,23 +16,43 @@ use super::qcow2::{self, Format};
 use super::{EngineError, Result};
 
 /// Size granularity of volumes.
-const UNIT: u64 = 4096;
+pub(super) const UNIT: u64 = 4096;
 
-/// A file that can be adopted.
+/// Where a file can become a volume without a copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Home {
+    /// In the pools on this filesystem; in others with a copy.
+    Filesystem(u64),
+    /// In the pool that has the image, and in no other.
+    Pool(PoolName),
+}
+
+/// A file or an RBD image that can be adopted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
     /// Its path, without symbolic links.
     pub path: PathBuf,
-    /// Its inode number.
+    /// Its inode number, or the number of the image.
     pub inode: u64,
-    /// Its filesystem.
-    pub filesystem: u64,
+    /// Where it can stay.
+    pub home: Home,
     /// Size of its disk in bytes.
     pub size: u64,
     /// Bytes that it has allocated.
     pub allocated: u64,
     /// Its format.
     pub format: Format,
+}
+
+/// An RBD image that is no object, in the Ceph pool or namespace of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForeignImage {
+    /// Its number, which a rename does not change.
+    pub id: u64,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Bytes that it has allocated.
+    pub allocated: u64,
 }
 
 fn refused<T>(path: &Path, why: impl std::fmt::Display) -> Result<T> {
@@ -84,8 +105,8 @@ pub fn examine(path: &Path) -> Result<Candidate> {
             ),
         );
     }
-    let (inode, filesystem, allocated) = (meta.ino(), meta.dev(), meta.blocks() * 512);
-    Ok(Candidate { path: path.to_owned(), inode, filesystem, size, allocated, format })
+    let (inode, home, allocated) = (meta.ino(), Home::Filesystem(meta.dev()), meta.blocks() * 512);
+    Ok(Candidate { path: path.to_owned(), inode, home, size, allocated, format })
 }
 
 /// Fails if a process or a device has a file open.

@@ -22,12 +22,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use infra_api::{SnapshotId, VolumeId};
-use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
+use rustix::fs::{StatVfsMountFlags, statvfs};
 use uuid::Uuid;
 
 use crate::audit;
 use crate::hypervisor::{DiskLocation, DiskSource};
 
+use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::{
     Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
@@ -333,28 +334,7 @@ impl Engine for FileEngine {
         record: &Record,
         progress: &CopyProgress,
     ) -> Result<()> {
-        self.check()?;
-        let source = from.file().map_err(EngineError::Unsupported)?;
-        let object = cleared.object();
-        let part = self.part(object);
-        let from = File::open(source).map_err(io_error("open", source))?;
-        let to = self.create_part(cleared)?;
-        match method {
-            Method::Reflink => {
-                ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
-                // The source may have been expanded and written to meanwhile: its data must not be truncated.
-                let length = to.metadata().map_err(io_error("read the metadata of", &part))?.len();
-                if length > bytes {
-                    return Err(EngineError::SourceExpanded(format!(
-                        "{} was expanded from {bytes} to {length} bytes meanwhile; retry",
-                        source.display()
-                    )));
-                }
-            }
-            Method::Copy => copy_sparse(&from, &to, bytes, progress)?,
-        }
-        // The object may be larger than its source; and a source that was expanded during the copy was not written to.
-        self.complete(&to, object, bytes, record)
+        self.fill(cleared, from, bytes, method, record, progress)
     }
 
     fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {
@@ -379,7 +359,11 @@ impl Engine for FileEngine {
 
     fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
         self.check()?;
-        self.complete(&part.file, cleared.object(), bytes, record)
+        self.finish_part(cleared.object(), &part, bytes, record)
+    }
+
+    fn examine_image(&self, path: &Path) -> Result<ForeignImage> {
+        Err(EngineError::Unsupported(format!("{} is no image in a directory of files", path.display())))
     }
 
     fn adopt_file(&self, cleared: &Clearance, path: &Path, inode: u64, record: &Record) -> Result<()> {
@@ -483,22 +467,6 @@ impl Engine for FileEngine {
 
     fn cut_off(&self, _id: &VolumeId) -> Result<Vec<String>> {
         Ok(Vec::new())
-    }
-}
-
-impl FileEngine {
-    /// The path of an object's file, after checking that it exists.
-    fn existing(&self, object: &Object) -> Result<PathBuf> {
-        self.check()?;
-        let path = self.file(object);
-        match fs::symlink_metadata(&path) {
-            Ok(meta) if meta.is_file() => Ok(path),
-            Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))
-            }
-            Err(error) => Err(io_error("access", &path)(error)),
-        }
     }
 }
 

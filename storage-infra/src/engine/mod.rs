@@ -26,11 +26,13 @@ use uuid::Uuid;
 use crate::hypervisor::DiskSource;
 use crate::lease::NotActive;
 
+use adopt::ForeignImage;
+
 pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
 pub use rbd::{RbdEngine, RbdLocation};
 pub use record::Record;
-pub use transfer::{PartFile, SourceFile};
+pub use transfer::{PartFile, SourceFile, is_zero};
 
 /// An object that a pool stores: a volume or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -286,8 +288,11 @@ pub trait Engine: Send + Sync {
     /// Sets the size and the record of an incomplete file and gives it its final name once it is durable.
     fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()>;
 
+    /// Examines an image of others in the pool. Fails if it cannot become a volume or is in use.
+    fn examine_image(&self, path: &Path) -> Result<ForeignImage>;
+
     /// Makes the file at this path, with this inode number, the file of a volume, with its record. Succeeds if that was
-    /// done before. The intent must be in the catalog.
+    /// done before. The intent must be in the catalog. For an RBD image, the number is that of [`ForeignImage`].
     fn adopt_file(&self, cleared: &Clearance, path: &Path, inode: u64, record: &Record) -> Result<()>;
 
     /// Creates an object of `bytes` bytes from a qcow2 image with this inode number, like [`Engine::create_from`].

@@ -7,8 +7,10 @@
 //! A marker image with the pool's UUID distinguishes the registered pool from another one. Replicas and device class
 //! are those of the Ceph pool.
 
+mod adopt;
 mod clones;
 mod command;
+mod data;
 mod images;
 mod location;
 mod names;
@@ -25,6 +27,7 @@ use std::time::{Duration, Instant};
 use infra_api::VolumeId;
 use uuid::Uuid;
 
+use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::image_lock::Holder;
 use super::{
@@ -38,7 +41,8 @@ use names::{MARKER, image_name, object_of, part_name};
 use output::ClusterState;
 use session::Call;
 
-pub use location::{RbdLocation, is_rbd};
+pub(super) use data::ImageData;
+pub use location::{RbdLocation, image_path, is_rbd, parse_image};
 pub(super) use scan::scan_pool;
 
 /// Size of the marker image, which holds no data.
@@ -152,7 +156,11 @@ impl RbdEngine {
     }
 
     fn open_by(&self, object: &Object) -> Result<Option<Holder>> {
-        let watchers = self.ceph.watchers(&self.image(object))?;
+        self.watched_by(&self.image(object))
+    }
+
+    fn watched_by(&self, image: &RbdImage) -> Result<Option<Holder>> {
+        let watchers = self.ceph.watchers(image)?;
         let clients: Vec<String> = watchers.into_iter().map(|one| one.address).collect();
         Ok((!clients.is_empty()).then_some(Holder::Watching(clients)))
     }
@@ -200,13 +208,6 @@ impl RbdEngine {
                 "the image {image} exists and belongs to no object; rename or remove it, or use another ID"
             ))),
         }
-    }
-
-    fn unsupported<T>(&self, what: &str) -> Result<T> {
-        Err(EngineError::Unsupported(format!(
-            "the pool {} has the engine rbd, which does not {what}",
-            self.ceph.location.pool
-        )))
     }
 }
 
@@ -350,50 +351,60 @@ impl Engine for RbdEngine {
         progress: &CopyProgress,
     ) -> Result<()> {
         self.check()?;
-        let (DiskSource::Rbd(source), Method::Reflink) = (from, method) else {
-            return self.unsupported(&format!(
-                "copy from {}: it clones only within its Ceph pool; choose the pool of the source",
+        match (from, method) {
+            (_, Method::Copy) => self.copy_into(cleared.object(), from, bytes, record, progress),
+            (DiskSource::Rbd(source), Method::Reflink)
+                if self.ceph.location.name_of(&source.image).is_some() =>
+            {
+                let part = self.clear_part(cleared.object())?;
+                self.clone_into(&source.image, &part, bytes)?;
+                self.complete(cleared.object(), bytes, record)?;
+                progress.set(bytes);
+                Ok(())
+            }
+            (_, Method::Reflink) => Err(EngineError::Unsupported(format!(
+                "images of {} share no data with {}",
+                self.ceph.location.place(),
                 from.location()
-            ));
-        };
-        let object = cleared.object();
-        let part = self.clear_part(object)?;
-        self.clone_into(&source.image, &part, bytes)?;
-        self.complete(object, bytes, record)?;
-        progress.set(bytes);
-        Ok(())
+            ))),
+        }
     }
 
-    fn open_part(&self, _cleared: &Clearance, _keep: u64, _bytes: u64) -> Result<PartFile> {
-        self.unsupported("import volumes")
+    fn open_part(&self, cleared: &Clearance, keep: u64, bytes: u64) -> Result<PartFile> {
+        self.reopen_part(cleared, keep, bytes)
     }
 
-    fn complete_part(&self, _: &Clearance, _: PartFile, _: u64, _: &Record) -> Result<()> {
-        self.unsupported("import volumes")
+    fn complete_part(&self, cleared: &Clearance, part: PartFile, bytes: u64, record: &Record) -> Result<()> {
+        self.check()?;
+        self.finish_part(cleared.object(), part, bytes, record)
     }
 
-    fn adopt_file(&self, _: &Clearance, _: &Path, _: u64, _: &Record) -> Result<()> {
-        self.unsupported("adopt files")
+    fn examine_image(&self, path: &Path) -> Result<ForeignImage> {
+        self.examine(path)
+    }
+
+    fn adopt_file(&self, cleared: &Clearance, path: &Path, id: u64, record: &Record) -> Result<()> {
+        self.adopt(cleared, path, id, record)
     }
 
     fn create_from_image(
         &self,
         _cleared: &Clearance,
-        _image: &Path,
+        image: &Path,
         _inode: u64,
         _bytes: u64,
         _record: &Record,
         _progress: &CopyProgress,
     ) -> Result<()> {
-        self.unsupported("adopt images")
+        Err(EngineError::Unsupported(format!("{} cannot be converted into an RBD image", image.display())))
     }
 
-    fn check_release(&self, _object: &Object, _path: &Path) -> Result<u64> {
-        self.unsupported("release volumes as files; `rbd export` writes one to a file")
+    fn check_release(&self, object: &Object, path: &Path) -> Result<u64> {
+        self.releasable(object, path)
     }
 
-    fn release_file(&self, _cleared: &Clearance, _path: &Path, _inode: u64) -> Result<()> {
-        self.unsupported("release volumes as files")
+    fn release_file(&self, cleared: &Clearance, path: &Path, id: u64) -> Result<()> {
+        self.move_out(cleared, path, id)
     }
 
     fn revisions(&self) -> Result<Revisions> {

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::Site;
+use super::{Site, until};
 
 /// The catalog of a site.
 pub const CATALOG: &str = "data/catalog.sqlite";
@@ -25,4 +25,17 @@ pub fn backup(site: &Site) -> Vec<u8> {
 pub fn restore(site: &Site, catalog: &[u8]) {
     remove_wal(site);
     fs::write(site.path(CATALOG), catalog).unwrap();
+}
+
+/// Whether the server has no background work left.
+pub fn is_idle(site: &Site) -> bool {
+    let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
+                    + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
+                    + (SELECT count(*) FROM moves)";
+    site.catalog().query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
+}
+
+/// Waits until the server has no background work left.
+pub async fn wait_until_idle(site: &Site) {
+    until("all records are written", async || is_idle(site)).await;
 }

@@ -87,9 +87,22 @@ impl Ceph {
         self.cluster.export(image).unwrap()
     }
 
+    /// The name of an image for QEMU, as administrator.
+    fn url(&self, image: &str) -> String {
+        format!("rbd:{image}:id=admin:conf={}", self.cluster.admin_config().display())
+    }
+
+    /// Writes 1 MiB to an image.
+    pub fn write(&self, image: &str, pattern: u8, at: u64) {
+        let write = format!("write -P {pattern} {at} 1M");
+        let mut command = Command::new("qemu-io");
+        command.args(["--format", "raw", &self.url(image), "-c", &write]).stdout(Stdio::null());
+        assert!(command.status().unwrap().success());
+    }
+
     /// A client that has an image open for writing until it is dropped.
     pub fn open_image(&self, image: &str) -> ForeignClient {
-        let url = format!("rbd:{image}:id=admin:conf={}", self.cluster.admin_config().display());
+        let url = self.url(image);
         let mut command = Command::new("qemu-io");
         command.args(["--format", "raw", &url]).stdin(Stdio::piped()).stdout(Stdio::null());
         let client = ForeignClient(command.spawn().unwrap());

@@ -397,7 +397,11 @@ impl Server {
 
     /// Waits until the server has crashed.
     pub async fn wait_for_crash(&mut self) {
-        until("the server dies", async || self.child.try_wait().unwrap().is_some()).await;
+        until("the server dies", async || self.has_crashed()).await;
+    }
+
+    pub fn has_crashed(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     /// Stops the server with SIGTERM and returns its exit code.

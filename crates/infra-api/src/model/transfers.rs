@@ -29,17 +29,19 @@ impl Import {
     }
 }
 
-/// A file that becomes a volume: the body of `PUT /v1/volumes/{id}/adoption`.
+/// A file or an RBD image that becomes a volume: the body of `PUT /v1/volumes/{id}/adoption`.
 ///
 /// Path, pool and `shareable` identify the request: repeating it returns the existing volume (200).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Adoption {
     /// Absolute path of the file on the host of the storage infra: raw, or a qcow2 image without a backing file. It must be
-    /// in the directory of a pool, or in one that the server's flag `--file-dir` permits.
-    #[schema(pattern = "^/")]
+    /// in the directory of a pool, or in one that the server's flag `--file-dir` permits. Or an image in the Ceph pool or
+    /// namespace of a pool of the engine `rbd`: `rbd:POOL/IMAGE` or `rbd:POOL/NAMESPACE/IMAGE`.
+    #[schema(pattern = "^(/|rbd:)")]
     pub path: String,
-    /// Only this pool. By default the pool whose directory has the file, else one on its filesystem, else any.
+    /// Only this pool. By default the pool whose directory has the file, else one on its filesystem, else any. An image stays
+    /// in its pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolName>,
     /// Initial QoS limits.
@@ -58,7 +60,8 @@ pub struct Adoption {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Release {
     /// Absolute path on the filesystem of the volume's pool, in the directory of a pool or in one that the server's flag
-    /// `--file-dir` permits. It must not exist. By default `<id>.img` in the directory of the volume's pool.
+    /// `--file-dir` permits. It must not exist. By default `<id>.img` in the directory of the volume's pool. For a volume in a
+    /// pool of the engine `rbd`, an image in the same place: `rbd:POOL/IMAGE` or `rbd:POOL/NAMESPACE/IMAGE`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
 }
@@ -69,7 +72,7 @@ pub struct Release {
 pub struct Released {
     /// The ID that the volume had.
     pub volume: VolumeId,
-    /// Where its file is: a raw image.
+    /// Where its file is: a raw image. Or the RBD image, as `rbd:POOL/IMAGE` or `rbd:POOL/NAMESPACE/IMAGE`.
     pub path: String,
 }
 

@@ -80,11 +80,11 @@ pub(in crate::cli) enum VolumeCommand {
     /// Create a volume from an export.
     Import(Box<ImportArgs>),
     /// Make a file of the server's host a volume: raw, or a qcow2 image without a backing file. A raw file on the filesystem
-    /// of the pool is renamed; any other is copied or converted, and stays.
+    /// of the pool is renamed; any other is copied or converted, and stays. An RBD image is renamed in its Ceph pool.
     Adopt {
         /// ID of the new volume.
         id: VolumeId,
-        /// Absolute path of the file on the server's host.
+        /// Absolute path of the file on the server's host, or rbd:POOL[/NAMESPACE]/IMAGE.
         #[arg(long, value_name = "PATH")]
         file: String,
         /// Place it in this pool. [default: the pool of the file, or one on its filesystem]
@@ -103,12 +103,13 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Make a volume a raw file of the server's host again, and forget the volume. It must be detached and have no
-    /// snapshots.
+    /// Make a volume a raw file of the server's host, or an RBD image, again, and forget the volume. It must be detached and
+    /// have no snapshots.
     Release {
         /// ID of the volume.
         id: VolumeId,
-        /// Absolute path on the filesystem of the volume's pool. [default: ID.img in the directory of the pool]
+        /// Absolute path on the filesystem of the volume's pool, or rbd:POOL[/NAMESPACE]/IMAGE where the volume is. [default:
+        /// ID.img in the directory of the pool, or in its Ceph pool or namespace]
         #[arg(long, value_name = "PATH")]
         to: Option<String>,
         #[command(flatten)]

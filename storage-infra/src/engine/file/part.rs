@@ -1,12 +1,19 @@
-//! Incomplete files: they have a temporary name until they are complete and durable.
+//! Incomplete files, which have a temporary name until they are complete and durable, and complete ones.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
 
-use super::{FileEngine, io_error, record_xattr, unlink};
+use rustix::fs::ioctl_ficlone;
+
+use super::{FileEngine, copy_sparse, io_error, record_xattr, unlink};
 use crate::audit;
-use crate::engine::{Clearance, EngineError, Object, PartFile, Record, Result};
+use crate::engine::transfer::{PartData, copy};
+use crate::engine::{
+    Clearance, CopyProgress, EngineError, Method, Object, PartFile, Record, Result, SourceFile,
+};
+use crate::hypervisor::DiskSource;
 
 impl FileEngine {
     /// Creates an empty temporary file for an incomplete object; removes the previous one.
@@ -45,7 +52,80 @@ impl FileEngine {
         };
         // Writes beyond the end would allocate more than they need.
         file.set_len(bytes).map_err(io_error("set the size of", &path))?;
-        Ok(PartFile { file, path })
+        Ok(PartFile(PartData::File(file, path)))
+    }
+
+    /// Gives an incomplete file its name.
+    pub(super) fn finish_part(
+        &self,
+        object: &Object,
+        part: &PartFile,
+        bytes: u64,
+        record: &Record,
+    ) -> Result<()> {
+        match &part.0 {
+            PartData::File(file, _) => self.complete(file, object, bytes, record),
+            PartData::Image(_) => {
+                Err(EngineError::Unsupported(format!("the image of {object} is not in this pool")))
+            }
+        }
+    }
+
+    /// Fills an object with the data of another.
+    pub(super) fn fill(
+        &self,
+        cleared: &Clearance,
+        from: &DiskSource,
+        bytes: u64,
+        method: Method,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()> {
+        self.check()?;
+        let source = match (from, method) {
+            (DiskSource::File(path), _) => path,
+            (DiskSource::Rbd(_), Method::Copy) => {
+                return self.copy_image(cleared, from, bytes, record, progress);
+            }
+            (DiskSource::Rbd(one), Method::Reflink) => {
+                return Err(EngineError::Unsupported(format!("no file shares data with {}", one.image)));
+            }
+        };
+        let object = cleared.object();
+        let part = self.part(object);
+        let from = File::open(source).map_err(io_error("open", source))?;
+        let to = self.create_part(cleared)?;
+        match method {
+            Method::Reflink => {
+                ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
+                // The source may have been expanded and written to meanwhile: its data must not be truncated.
+                let length = to.metadata().map_err(io_error("read the metadata of", &part))?.len();
+                if length > bytes {
+                    return Err(EngineError::SourceExpanded(format!(
+                        "{} was expanded from {bytes} to {length} bytes meanwhile; retry",
+                        source.display()
+                    )));
+                }
+            }
+            Method::Copy => copy_sparse(&from, &to, bytes, progress)?,
+        }
+        // The object may be larger than its source; and a source that was expanded during the copy was not written to.
+        self.complete(&to, object, bytes, record)
+    }
+
+    /// Fills an object with the data of an image.
+    fn copy_image(
+        &self,
+        cleared: &Clearance,
+        from: &DiskSource,
+        bytes: u64,
+        record: &Record,
+        progress: &CopyProgress,
+    ) -> Result<()> {
+        let from = SourceFile::open(from, bytes)?;
+        let part = self.reopen_part(cleared, 0, bytes)?;
+        copy(&from, &part, progress)?;
+        self.finish_part(cleared.object(), &part, bytes, record)
     }
 
     fn truncated_part(&self, cleared: &Clearance, keep: u64) -> Result<File> {
@@ -63,5 +143,19 @@ impl FileEngine {
         }
         file.set_len(keep).map_err(io_error("truncate", &path))?;
         Ok(file)
+    }
+
+    /// The path of an object's file, after checking that it exists.
+    pub(super) fn existing(&self, object: &Object) -> Result<PathBuf> {
+        self.check()?;
+        let path = self.file(object);
+        match fs::symlink_metadata(&path) {
+            Ok(meta) if meta.is_file() => Ok(path),
+            Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))
+            }
+            Err(error) => Err(io_error("access", &path)(error)),
+        }
     }
 }

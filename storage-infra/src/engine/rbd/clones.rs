@@ -40,7 +40,7 @@ impl RbdEngine {
     }
 
     /// Removes snapshots that an interrupted clone left.
-    fn remove_abandoned(&self, image: &RbdImage) -> Result<()> {
+    pub(super) fn remove_abandoned(&self, image: &RbdImage) -> Result<()> {
         for snapshot in self.ceph.snapshots(image)?.iter().filter(|name| name.starts_with(CLONE_POINT)) {
             if !self.cloning().contains(snapshot) {
                 self.ceph.remove_snapshot(image, snapshot)?;

@@ -6,7 +6,7 @@ use nix::errno::Errno;
 use serde_json::Value;
 
 use super::command::{CallError, Ceph, LONG, QUICK};
-use super::output::{self, DiskUsage, Lock, Trashed, Watcher};
+use super::output::{self, DiskUsage, Examined, Lock, Trashed, Watcher};
 use super::session::Call;
 use crate::engine::{EngineError, Record, Result};
 use crate::hypervisor::RbdImage;
@@ -101,6 +101,32 @@ impl Ceph {
             source: error.into(),
         })?;
         self.set_metadata(image, RECORD, &text)
+    }
+
+    /// Whether an image has a record, readable or not.
+    pub(super) fn has_record(&self, image: &RbdImage) -> Result<bool> {
+        Ok(self.metadata(image, RECORD)?.is_some())
+    }
+
+    /// Removes the record of an image, if it has one.
+    pub(super) fn remove_record(&self, image: &RbdImage) -> Result<()> {
+        Ok(self.call(&Call::RemoveMetadata { image: image.into(), key: RECORD })?)
+    }
+
+    /// What tells whether an image can become a volume; `None` without the image.
+    pub(super) fn examine(&self, image: &RbdImage) -> Result<Option<Examined>> {
+        match found(self.call(&Call::Examine { image: image.into() }))? {
+            None => Ok(None),
+            Some(Some(examined)) => Ok(Some(examined)),
+            Some(None) => Err(EngineError::Unsuitable(format!(
+                "the image {image} has the format 1, which keeps no metadata; copy it with `rbd cp`"
+            ))),
+        }
+    }
+
+    /// Removes the data of an image of this size from a byte on.
+    pub(super) fn cut(&self, image: &RbdImage, keep: u64, bytes: u64) -> Result<()> {
+        Ok(self.call(&Call::Cut { image: image.into(), keep, bytes })?)
     }
 
     /// Creates a clone of an image as it is now. The snapshot that this takes disappears with the clone.

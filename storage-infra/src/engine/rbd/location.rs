@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use uuid::Uuid;
 
-use crate::hypervisor::{CephClient, RbdImage};
+use crate::hypervisor::{CephClient, RbdImage, RbdSource};
 
 const PREFIX: &str = "rbd:";
 
@@ -29,9 +29,22 @@ pub struct RbdLocation {
 }
 
 impl RbdLocation {
+    /// Where an image is, and how it is reached.
+    pub fn of(source: &RbdSource) -> Self {
+        let RbdSource { image: RbdImage { pool, namespace, .. }, client } = source.clone();
+        let CephClient { conf, user, keyring, .. } = client;
+        Self { pool, namespace, user, conf, keyring, trash_seconds: 0 }
+    }
+
     /// The image of this name.
     pub fn image(&self, name: impl Into<String>) -> RbdImage {
         RbdImage { pool: self.pool.clone(), namespace: self.namespace.clone(), name: name.into() }
+    }
+
+    /// The Ceph pool, or the namespace of it.
+    pub fn place(&self) -> String {
+        let Self { pool, namespace, .. } = self;
+        namespace.as_ref().map_or_else(|| pool.clone(), |namespace| format!("{pool}/{namespace}"))
     }
 
     /// The client that opens the images of the pool with this UUID.
@@ -46,7 +59,25 @@ impl RbdLocation {
     }
 }
 
-/// Whether a text is the location of a pool of the engine `rbd`.
+/// The path of an image: `rbd:POOL[/NAMESPACE]/IMAGE`.
+pub fn image_path(image: &RbdImage) -> PathBuf {
+    format!("{PREFIX}{image}").into()
+}
+
+/// Parses the path of an image.
+pub fn parse_image(path: &Path) -> Result<RbdImage, String> {
+    let text = path.to_str().and_then(|path| path.strip_prefix(PREFIX)).unwrap_or_default();
+    let image = RbdImage::parse(text).ok_or_else(|| {
+        format!("the path {} must have the form rbd:POOL[/NAMESPACE]/IMAGE", path.display())
+    })?;
+    Ok(RbdImage {
+        pool: plain_name("Ceph pool", &image.pool)?,
+        namespace: image.namespace.map(|one| plain_name("namespace", &one)).transpose()?,
+        name: plain_name("image", &image.name)?,
+    })
+}
+
+/// Whether a path is in Ceph: the location of a pool of the engine `rbd`, or an image.
 pub fn is_rbd(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.starts_with(PREFIX))
 }
@@ -143,6 +174,20 @@ mod tests {
         assert!(why("rbd:vms:id=a:conf=c:keyring=/k").contains("absolute"));
         assert!(why("rbd:vms:id=a:conf=/c:keyring=/k:trash=soon").contains("seconds"));
         assert!(why("rbd:vms:id=a:conf=/c:keyring=/k:other=1").contains("must have the form"));
+    }
+
+    #[test]
+    fn the_path_of_an_image_round_trips_and_has_a_plain_name() {
+        for text in ["rbd:vms/disk-1", "rbd:vms/a/disk.1"] {
+            let image = parse_image(Path::new(text)).unwrap();
+            assert_eq!(image_path(&image), Path::new(text));
+        }
+        let why = |text: &str| parse_image(Path::new(text)).unwrap_err();
+        assert!(why("/srv/disk.img").contains("must have the form"));
+        assert!(why("rbd:disk").contains("must have the form"));
+        for text in ["rbd:vms/_snapshot.s", "rbd:vms/a/b/c", "rbd:vms/v@s", "rbd:vms/-v", "rbd:vms/"] {
+            assert!(why(text).contains("the image"), "{text}");
+        }
     }
 
     #[test]

@@ -6,12 +6,57 @@ use infra_api::CephPool;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::engine::adopt::UNIT;
+
 /// A client that has an image open for writing.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Watcher {
     /// Address and nonce: one per attached disk.
     pub(super) address: String,
     pub(super) client: u64,
+}
+
+/// What tells whether an image can become a volume.
+#[derive(Debug, Deserialize)]
+pub(super) struct Examined {
+    /// Ceph's ID of the image: at most 14 hexadecimal digits, which a rename does not change.
+    id: String,
+    pub(super) bytes: u64,
+    snapshots: Vec<String>,
+    /// Locks that somebody took by hand.
+    locks: Vec<String>,
+    migrates: bool,
+}
+
+impl Examined {
+    /// The ID as a number.
+    pub(super) fn number(&self) -> u64 {
+        u64::from_str_radix(&self.id, 16).unwrap_or(0)
+    }
+
+    /// Why the image cannot become a volume.
+    pub(super) fn refusal(&self) -> Option<String> {
+        if let Some(snapshot) = self.snapshots.first() {
+            return Some(format!(
+                "it has {} snapshots, such as {snapshot}, which would be lost with the volume; remove them with `rbd snap purge`, \
+                 or copy the image with `rbd cp`",
+                self.snapshots.len()
+            ));
+        }
+        if let Some(lock) = self.locks.first() {
+            return Some(format!("it has the lock {lock}; end its holder, and remove it with `rbd lock rm`"));
+        }
+        if self.migrates {
+            return Some("it is being migrated; complete that with `rbd migration commit`".to_owned());
+        }
+        let is_whole = self.bytes > 0 && self.bytes.is_multiple_of(UNIT);
+        (!is_whole).then(|| {
+            format!(
+                "it has {} bytes, which is not a multiple of {UNIT}; enlarge it with `rbd resize` first",
+                self.bytes
+            )
+        })
+    }
 }
 
 /// Output of `rbd lock ls`.
@@ -294,6 +339,22 @@ mod tests {
         let text = r#"{"images":[{"name":"v","snapshot":"s","used_size":4},{"name":"v","used_size":8}]}"#;
         let usage: DiskUsage = serde_json::from_str(text).unwrap();
         assert_eq!(usage.by_image(), HashMap::from([("v".to_owned(), 12)]));
+    }
+
+    #[test]
+    fn an_image_with_snapshots_locks_or_half_blocks_cannot_become_a_volume() {
+        let of = |id: &str, bytes: u64, snapshots: &[&str], locks: &[&str], migrates: bool| -> Examined {
+            let text = json!({"id": id, "bytes": bytes, "snapshots": snapshots, "locks": locks, "migrates": migrates});
+            serde_json::from_value(text).unwrap()
+        };
+        let plain = of("10226b8b4567ff", 8192, &[], &[], false);
+        assert_eq!((plain.number(), plain.refusal()), (0x0010_226b_8b45_67ff, None));
+        let why = |image: Examined| image.refusal().unwrap();
+        assert!(why(of("1", 8192, &["s"], &[], false)).contains("1 snapshots, such as s"));
+        assert!(why(of("1", 8192, &[], &["mine"], false)).contains("the lock mine"));
+        assert!(why(of("1", 8192, &[], &[], true)).contains("migrated"));
+        assert!(why(of("1", 8191, &[], &[], false)).contains("8191 bytes"));
+        assert!(why(of("1", 0, &[], &[], false)).contains("0 bytes"));
     }
 
     #[test]

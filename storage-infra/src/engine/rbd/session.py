@@ -1,5 +1,9 @@
-"""Answers requests about a Ceph cluster over one connection: JSON objects, one per line, on stdin and stdout."""
+"""Answers requests about a Ceph cluster over one connection: JSON objects, one per line, on stdin and stdout.
 
+The data of a write follows its request, that of a read its answer.
+"""
+
+import contextlib
 import functools
 import json
 import signal
@@ -40,6 +44,16 @@ def images(pool, namespace):
 
 def opened(image, read_only=True):
     return rbd.Image(images(image["pool"], image["namespace"]), image["name"], read_only=read_only)
+
+
+@functools.cache
+def kept(pool, namespace, name, read_only):
+    """An image that stays open until the end, for its data."""
+    return kept_open.enter_context(rbd.Image(images(pool, namespace), name, read_only=read_only))
+
+
+def data_of(image, read_only=True):
+    return kept(image["pool"], image["namespace"], image["name"], read_only)
 
 
 def monitors(commands):
@@ -92,9 +106,87 @@ def rename(image, to):
     rbd.RBD().rename(images(image["pool"], image["namespace"]), image["name"], to)
 
 
-CALLS = {call.__name__: call for call in [monitors, names, size, watchers, metadata, set_metadata, create, resize, rename]}
+def examine(image):
+    """What tells whether an image of others can become a volume. None for the format that has no metadata."""
+    with opened(image) as one:
+        if one.old_format():
+            return None
+        locks = one.list_lockers() or {"lockers": []}
+        return {
+            "id": one.id(),
+            "bytes": one.size(),
+            # Ceph keeps those of clones in the trash.
+            "snapshots": [
+                snapshot["name"]
+                for snapshot in one.list_snaps()
+                if snapshot["namespace"] != rbd.RBD_SNAP_NAMESPACE_TYPE_TRASH
+            ],
+            "locks": [cookie for _, cookie, _ in locks["lockers"] if not cookie.startswith("auto ")],
+            "migrates": bool(one.features() & rbd.RBD_FEATURE_MIGRATING),
+        }
 
-for line in sys.stdin:
+
+def remove_metadata(image, key):
+    with opened(image, read_only=False) as one, contextlib.suppress(KeyError):
+        one.metadata_remove(key)
+
+
+def cut(image, keep, bytes):
+    """Removes the data from an offset on."""
+    with opened(image, read_only=False) as one:
+        one.resize(keep, allow_shrink=True)
+        one.resize(bytes)
+
+
+def modified(image):
+    return int(data_of(image).modify_timestamp().timestamp())
+
+
+def extents(image, offset, length):
+    """Offset and length of each part of a range that holds data, also a parent's."""
+    found = []
+
+    def add(start, size, exists):
+        if exists:
+            found.append([start, size])
+
+    data_of(image).diff_iterate(offset, length, None, add, include_parent=True, whole_object=False)
+    return found
+
+
+def read(image, offset, length):
+    data = data_of(image).read(offset, length)
+    answer_data.append(data)
+    return len(data)
+
+
+def write(image, offset, length):
+    # Read in any case: the next request is behind it.
+    data = sys.stdin.buffer.read(length)
+    data_of(image, read_only=False).write(data, offset)
+
+
+def flush(image):
+    data_of(image, read_only=False).flush()
+
+
+def close():
+    """Closes the images whose data was read or written."""
+    kept.cache_clear()
+    kept_open.close()
+
+
+CALLS = {
+    call.__name__: call
+    for call in [
+        monitors, names, size, watchers, metadata, set_metadata, remove_metadata, create, resize, cut, rename,
+        examine, modified, extents, read, write, flush, close,
+    ]
+}
+kept_open = contextlib.ExitStack()
+answer_data = []
+
+while line := sys.stdin.buffer.readline():
     request = json.loads(line)
     # Ends the process if Ceph does not answer, also within the library.
     signal.alarm(int(timeout))
@@ -103,4 +195,9 @@ for line in sys.stdin:
     except Exception as error:
         answer = {"errno": getattr(error, "errno", None), "why": str(error)}
     signal.alarm(0)
-    print(json.dumps(answer), flush=True)
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + b"".join(answer_data))
+    sys.stdout.buffer.flush()
+    answer_data.clear()
+
+signal.alarm(int(timeout))
+close()

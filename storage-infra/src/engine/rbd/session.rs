@@ -38,12 +38,30 @@ pub(super) enum Call<'a> {
     Metadata { image: Image<'a>, key: &'a str },
     /// Sets image metadata.
     SetMetadata { image: Image<'a>, key: &'a str, value: &'a str },
+    /// Removes image metadata.
+    RemoveMetadata { image: Image<'a>, key: &'a str },
     /// Creates an empty image.
     Create { image: Image<'a>, bytes: u64 },
     /// Expands an image.
     Resize { image: Image<'a>, bytes: u64 },
+    /// Removes the data of an image from an offset on.
+    Cut { image: Image<'a>, keep: u64, bytes: u64 },
     /// Renames an image.
     Rename { image: Image<'a>, to: &'a str },
+    /// What tells whether an image can become a volume.
+    Examine { image: Image<'a> },
+    /// Time of the last change of the data, in seconds. Like the following, it keeps the image open until `Close`.
+    Modified { image: Image<'a> },
+    /// The parts of a range that hold data.
+    Extents { image: Image<'a>, offset: u64, length: u64 },
+    /// Reads data, which follows the answer.
+    Read { image: Image<'a>, offset: u64, length: usize },
+    /// Writes data, which follows the request.
+    Write { image: Image<'a>, offset: u64, length: usize },
+    /// Makes all written data durable.
+    Flush { image: Image<'a> },
+    /// Closes the images that were kept open.
+    Close,
 }
 
 /// An image in a request.
@@ -82,9 +100,26 @@ impl fmt::Display for Call<'_> {
             Self::Watchers { image } => write!(f, "get the watchers of the image {image}"),
             Self::Metadata { image, key } => write!(f, "get the metadata {key} of the image {image}"),
             Self::SetMetadata { image, key, .. } => write!(f, "set the metadata {key} of the image {image}"),
+            Self::RemoveMetadata { image, key } => {
+                write!(f, "remove the metadata {key} of the image {image}")
+            }
             Self::Create { image, bytes } => write!(f, "create the image {image} of {bytes} bytes"),
             Self::Resize { image, bytes } => write!(f, "expand the image {image} to {bytes} bytes"),
+            Self::Cut { image, keep, .. } => write!(f, "cut the image {image} off after {keep} bytes"),
             Self::Rename { image, to } => write!(f, "rename the image {image} to {to}"),
+            Self::Examine { image } => write!(f, "examine the image {image}"),
+            Self::Modified { image } => write!(f, "get the time of the last change of the image {image}"),
+            Self::Extents { image, offset, .. } => {
+                write!(f, "find the data of the image {image} from byte {offset} on")
+            }
+            Self::Read { image, offset, length } => {
+                write!(f, "read {length} bytes of the image {image} from byte {offset} on")
+            }
+            Self::Write { image, offset, length } => {
+                write!(f, "write {length} bytes to the image {image} from byte {offset} on")
+            }
+            Self::Flush { image } => write!(f, "make the data of the image {image} durable"),
+            Self::Close => write!(f, "close the image"),
         }
     }
 }
@@ -125,7 +160,7 @@ impl Sessions {
         let session = self.take();
         let (session, answer) = match session.map_or_else(|| Session::start(&self.location), Ok) {
             Ok(mut session) => {
-                let answer = session.request(call);
+                let answer = session.request(call, &[]);
                 (answer.is_ok().then_some(session), answer)
             }
             Err(why) => (None, Err(Ended { cause: Cause::NotRun, why })),
@@ -160,6 +195,7 @@ impl Sessions {
     }
 }
 
+/// Reads the value of an answer.
 fn decode<T: DeserializeOwned>(call: &Call<'_>, answer: Result<Answer, Ended>) -> Result<T, CallError> {
     let failed = |cause, why| CallError { what: call.to_string(), cause, why };
     match answer {
@@ -180,7 +216,7 @@ struct Ended {
 
 /// A process with a connection to the cluster.
 #[derive(Debug)]
-struct Session {
+pub(super) struct Session {
     child: Child,
     requests: ChildStdin,
     answers: BufReader<ChildStdout>,
@@ -202,8 +238,30 @@ impl Session {
         Ok(Self { child, requests, answers: BufReader::new(answers), last_used: Instant::now() })
     }
 
-    fn request(&mut self, call: &Call<'_>) -> Result<Answer, Ended> {
-        let answer = self.exchange(call).map_err(|error| error.to_string());
+    /// Starts a session for the data of images.
+    pub(super) fn for_data(location: &RbdLocation) -> Result<Self, CallError> {
+        let failed = |why| CallError { what: "start a session".into(), cause: Cause::NotRun, why };
+        Self::start(location).map_err(failed)
+    }
+
+    /// Makes a request that this data follows.
+    pub(super) fn call<T: DeserializeOwned>(&mut self, call: &Call<'_>, data: &[u8]) -> Result<T, CallError> {
+        let answer = self.request(call, data);
+        decode(call, answer)
+    }
+
+    /// Makes a request whose answer this much data follows at most.
+    pub(super) fn read(&mut self, call: &Call<'_>, most: usize) -> Result<Vec<u8>, CallError> {
+        let length: usize = self.call(call, &[])?;
+        let mut data = vec![0; length.min(most)];
+        match self.answers.read_exact(&mut data) {
+            Ok(()) => Ok(data),
+            Err(error) => decode(call, Err(self.ended(error.to_string()))),
+        }
+    }
+
+    fn request(&mut self, call: &Call<'_>, data: &[u8]) -> Result<Answer, Ended> {
+        let answer = self.exchange(call, data).map_err(|error| error.to_string());
         match answer.and_then(|line| serde_json::from_str(&line).map_err(|error| error.to_string())) {
             Ok(answer) => {
                 self.last_used = Instant::now();
@@ -213,10 +271,11 @@ impl Session {
         }
     }
 
-    fn exchange(&mut self, call: &Call<'_>) -> std::io::Result<String> {
+    fn exchange(&mut self, call: &Call<'_>, data: &[u8]) -> std::io::Result<String> {
         let mut line = serde_json::to_vec(call)?;
         line.push(b'\n');
         self.requests.write_all(&line)?;
+        self.requests.write_all(data)?;
         let mut answer = String::new();
         match self.answers.read_line(&mut answer)? {
             0 => Err(std::io::ErrorKind::UnexpectedEof.into()),

@@ -1,7 +1,6 @@
 //! Clearance before irreversible operations: checks all sources that know who uses an object's files, and issues the
 //! permission that the engine requires. A source that cannot be queried is a reason to refuse.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use infra_api::{NodeRef, ObjectKind, Problem, ProblemCode};
@@ -71,15 +70,16 @@ impl ObjectFiles {
         }
     }
 
-    /// Fails if a VM has a file attached that is no object, by the live state of all hypervisors.
-    pub(in crate::service) async fn refuse_attached_file(&self, path: &Path) -> Result<()> {
-        let files = Files { complete: vec![DiskLocation::File(path.to_owned())], ..Files::default() };
+    /// Fails if a VM has data attached that is no object, by the live state of all hypervisors.
+    pub(in crate::service) async fn refuse_attached_data(&self, data: DiskLocation) -> Result<()> {
+        let shown = data.to_string();
+        let files = Files { complete: vec![data], ..Files::default() };
         let live = self.live(&files).await?;
         if live.is_empty() {
             return Ok(());
         }
         let refusal = Refusal::Attached(live);
-        let detail = format!("the file {} cannot become a volume: {refusal}", path.display());
+        let detail = format!("{shown} cannot become a volume: {refusal}");
         Err(Problem::new(ProblemCode::InUse, detail).used_by(holding_nodes(&refusal)).into())
     }
 

@@ -224,7 +224,7 @@ impl Copies {
     }
 }
 
-/// Copies a raw file that is no object: it shares its blocks, if the filesystem can do that.
+/// Copies a raw file that is no object: it shares its blocks, if the pool and its filesystem can do that.
 fn copy_file(
     engine: &dyn Engine,
     cleared: &Clearance,
@@ -235,7 +235,7 @@ fn copy_file(
     refuse_changed(path, inode, bytes)?;
     let source = DiskSource::File(path.to_owned());
     match engine.create_from(cleared, &source, bytes, Method::Reflink, record, copying) {
-        Err(EngineError::Io { .. }) => {
+        Err(EngineError::Io { .. } | EngineError::Unsupported(_)) => {
             engine.remove_incomplete(cleared)?;
             engine.create_from(cleared, &source, bytes, Method::Copy, record, copying)
         }

@@ -5,8 +5,8 @@ use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use infra_api::{
-    Change, EngineKind, EventKind, MovePhase, MoveSpec, ObjectKind, PoolName, Problem, ProblemCode, VolumeId,
-    VolumeState,
+    Change, EngineKind, EventKind, MovePhase, MoveSpec, NodeRef, ObjectKind, PoolName, Problem, ProblemCode,
+    VolumeId, VolumeState,
 };
 
 use super::Moves;
@@ -31,6 +31,13 @@ pub(super) enum Target {
     Pool(PoolName),
     /// To the best other pool.
     Best,
+}
+
+impl Target {
+    /// Whether a pool of this engine may be chosen. A volume becomes an image, or a file, only where somebody says so.
+    fn allows(&self, engine: EngineKind, present: &PoolRow) -> bool {
+        matches!(self, Self::Pool(_)) || engine == present.spec.engine
+    }
 }
 
 /// Fails if a rate is lower than a copy can be.
@@ -232,13 +239,13 @@ fn choose(
 ) -> Result<PoolName> {
     let hosts = &inputs.hosts;
     let present = pool_of(tx, row)?;
-    refuse_engine(&row.id, &present)?;
+    refuse_attached_image(row, &present, node)?;
     let mut placement = row.spec.placement.clone();
     let zones = hosts.zones(&present.spec);
     placement.zones = zones.iter().flatten().cloned().collect();
     if let Target::Pool(name) = target {
         let wanted = lookups::pool(tx, name)?;
-        refuse_engine(&row.id, &wanted)?;
+        refuse_attached_image(row, &wanted, node)?;
         refuse_zone(hosts, &row.id, &present, &wanted)?;
         refuse_host(hosts, &row.id, &wanted, node)?;
         placement.pool = Some(name.clone());
@@ -246,7 +253,7 @@ fn choose(
     let mut candidates = inputs.candidates(tx, placement.anti_affinity_id.as_deref())?;
     let reached = reached_by(tx, hosts, node)?;
     candidates.retain(|one| {
-        let is_other = one.name != row.pool && one.engine == EngineKind::File;
+        let is_other = one.name != row.pool && target.allows(one.engine, &present);
         is_other && serves(zones.as_ref(), one.zones.as_ref()) && reached.contains(&one.name)
     });
     placement::place(&candidates, row.size(), &placement, &[]).map_err(|rejections| {
@@ -263,17 +270,16 @@ fn choose(
     })
 }
 
-/// Fails if the volumes of a pool are not files.
-fn refuse_engine(id: &VolumeId, pool: &PoolRow) -> Result<()> {
-    if pool.spec.engine == EngineKind::File {
-        return Ok(());
-    }
+/// Fails if an attached volume is or becomes an image: a hypervisor exchanges only files.
+fn refuse_attached_image(row: &VolumeRow, pool: &PoolRow, node: Option<&NodeRow>) -> Result<()> {
+    let Some(node) = node.filter(|_| pool.spec.engine != EngineKind::File) else { return Ok(()) };
     let detail = format!(
-        "the volume {id} cannot be moved: the pool {} has the engine {}, and volumes are moved only between pools of the engine \
-         file. Copy the data in a VM that has both volumes",
-        pool.name, pool.spec.engine
+        "the volume {} is attached to {} ({}), and the pool {} has the engine {}: to and from such a pool a volume is moved while \
+         it is detached; detach it first",
+        row.id, node.spec.name, node.uuid, pool.name, pool.spec.engine
     );
-    Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into())
+    let used_by = vec![NodeRef { uuid: node.uuid, name: node.spec.name.clone() }];
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &row.id).used_by(used_by).into())
 }
 
 /// Whether a pool is reachable from all zones from which the present one is. `None` stands for every zone.

@@ -61,6 +61,12 @@ impl Moves {
             return self.set_phase(id, MovePhase::Copying, MovePhase::Waiting).await.map(drop);
         }
         state.refuse_suspended()?;
+        if !state.has_only_files() {
+            return Err(state.wait(format!(
+                "the volume {id} is attached; to and from pools of the engine rbd it is moved while it is detached, and the move \
+                 goes on then"
+            )));
+        }
         let rows = state.attachments.clone();
         let name = id.clone();
         self.core.catalog().read(move |tx| only_writer(tx, &name, &rows).map(drop)).await?;
@@ -302,6 +308,9 @@ impl Moves {
 
     /// Ends the copy of the disk, if one is running.
     pub(super) async fn end_mirror(&self, state: &State) -> Result<()> {
+        if !state.has_only_files() {
+            return Ok(());
+        }
         let Ok(vm) = self.vm(state) else { return Ok(()) };
         vm.hypervisor.cancel_mirror(vm.context.row.node, &vm.disk).await.map_err(Failure::from)
     }

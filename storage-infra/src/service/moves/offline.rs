@@ -1,5 +1,5 @@
-//! Moves of detached volumes: the file is copied, by reflink within a filesystem, and the catalog changes only if nobody could
-//! write meanwhile. An attach is not delayed: it takes the volume where it is, and the copy is made again.
+//! Moves of detached volumes: the file or image is copied, by reflink within a filesystem, and the catalog changes only if
+//! nobody could write meanwhile. An attach is not delayed: it takes the volume where it is, and the copy is made again.
 
 use std::time::Duration;
 
@@ -65,13 +65,16 @@ impl Moves {
             Some(holder) => Err(EngineError::InUse(format!(
                 "the file of {object} is in use by {holder}, without an attachment; stop that first"
             ))),
-            None => SourceFile::open(engine.locate(&object)?, size)?.modified(),
+            None => SourceFile::open(&engine.locate(&object)?, size)?.modified(),
         };
         Ok(self.engines.run::<_, EngineError, _>(&state.pool, read).await?)
     }
 
-    /// By reflink if both pools are on one filesystem.
+    /// By reflink if both pools are on one filesystem. An image is never cloned: the clone would keep the data in the old pool.
     async fn method(&self, state: &State) -> Result<Method> {
+        if !state.has_only_files() {
+            return Ok(Method::Copy);
+        }
         let inspect = |pool| self.engines.run::<_, Failure, _>(pool, |engine| Ok(engine.inspect()?));
         let (from, to) = (inspect(&state.pool).await?, inspect(&state.other).await?);
         let shares = from.reflink && from.filesystem == to.filesystem;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use infra_api::{Access, MovePhase, ObjectKind, Problem, ProblemCode, VolumeId};
+use infra_api::{Access, EngineKind, MovePhase, ObjectKind, Problem, ProblemCode, VolumeId};
 
 use super::Moves;
 use crate::catalog::{AttachmentRow, Hold, MoveRow, PoolRow, Tx, VolumeRow};
@@ -61,6 +61,11 @@ impl State {
             ))),
             None => Ok(()),
         }
+    }
+
+    /// Whether the volume is a file before and after the move.
+    pub(super) fn has_only_files(&self) -> bool {
+        [&self.pool, &self.other].iter().all(|pool| pool.spec.engine == EngineKind::File)
     }
 
     /// What the move waits for.

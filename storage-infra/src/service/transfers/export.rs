@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::{STALLED, Transfers};
 use crate::audit;
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{EngineError, Object, SourceFile};
+use crate::engine::{EngineError, Object, SourceFile, is_zero};
 use crate::service::core::Core;
 use crate::service::lookups::{refuse_held, refuse_writers};
 use crate::service::problems::{Failure, Result};
@@ -91,8 +91,7 @@ impl Transfers {
         let origin = self.core.catalog().run(move |tx| begin(tx, &of, id)).await?;
         let held =
             Held { core: self.core.clone(), id: matches!(source, VolumeSource::Volume(_)).then_some(id) };
-        let file = self.open(&origin).await?;
-        let modified = file.modified()?;
+        let (file, modified) = self.open(&origin).await?;
         let header = Header {
             size: origin.size,
             identity: origin.identity,
@@ -115,7 +114,7 @@ impl Transfers {
         self.core.spawn(async move {
             let sent = tokio::select! {
                 () = transfers.stop.cancelled() => Err(ended("the server stops")),
-                sent = pump(file, encoder, first, held, &parts) => sent,
+                sent = pump(file, modified, (encoder, first), held, &parts) => sent,
             };
             match sent {
                 Ok(bytes) => tracing::info!(object = %origin.object, bytes, "export completed"),
@@ -128,8 +127,9 @@ impl Transfers {
         Ok(ReceiverStream::new(receiver))
     }
 
-    /// Opens the file of what is exported. A file that is open elsewhere without an attachment is refused.
-    async fn open(&self, origin: &Origin) -> Result<SourceFile> {
+    /// Opens the file of what is exported, and reads the time of its last change. A file that is open elsewhere without an
+    /// attachment is refused.
+    async fn open(&self, origin: &Origin) -> Result<(SourceFile, i128)> {
         let (object, size, has_readers) = (origin.object.clone(), origin.size, origin.has_readers);
         let open = move |engine: &dyn crate::engine::Engine| {
             let open = engine.files(&object)?.open.filter(|_| !has_readers);
@@ -137,7 +137,11 @@ impl Transfers {
                 Some(holder) => Err(EngineError::InUse(format!(
                     "the file of {object} is in use by {holder}; stop that first"
                 ))),
-                None => SourceFile::open(engine.locate(&object)?, size),
+                None => {
+                    let file = SourceFile::open(&engine.locate(&object)?, size)?;
+                    let modified = file.modified()?;
+                    Ok((file, modified))
+                }
             }
         };
         Ok(self.engines.run::<_, EngineError, _>(&origin.pool, open).await?)
@@ -202,31 +206,37 @@ fn ended(why: &str) -> Failure {
 /// can use the volume at once. Returns the number of bytes sent.
 async fn pump(
     file: SourceFile,
-    mut encoder: Encoder,
-    first: Vec<u8>,
+    modified: i128,
+    (mut encoder, first): (Encoder, Vec<u8>),
     held: Held,
     parts: &mpsc::Sender<Part>,
 ) -> Result<u64> {
-    let modified = file.modified()?;
     let file = Arc::new(file);
     let mut sent = first.len() as u64;
     send(parts, first).await?;
+    let mut at = encoder.offset();
     loop {
         let reader = file.clone();
         let read = move || -> Result<_> {
-            let Some((offset, data)) = reader.next(encoder.offset(), MAX_EXTENT)? else {
-                return Ok((encoder, None));
-            };
-            let part = encoder.extent(offset, &data);
-            Ok((encoder, Some(part)))
+            let Some((offset, data)) = reader.next(at, MAX_EXTENT)? else { return Ok((encoder, None)) };
+            let end = offset + data.len() as u64;
+            let part = (!is_zero(&data)).then(|| encoder.extent(offset, &data));
+            Ok((encoder, Some((end, part))))
         };
-        let (next, part) = blocking(read).await?;
+        let (next, found) = blocking(read).await?;
         encoder = next;
-        let Some(part) = part else { break };
-        sent += part.len() as u64;
-        send(parts, part).await?;
+        let Some((end, part)) = found else { break };
+        at = end;
+        match part {
+            Some(part) => {
+                sent += part.len() as u64;
+                send(parts, part).await?;
+            }
+            None if parts.is_closed() => return Err(ended("the client disconnected")),
+            None => {}
+        }
     }
-    if file.modified()? != modified {
+    if blocking(move || Ok(file.modified()?)).await? != modified {
         return Err(ended("its file was changed meanwhile by a program other than this server"));
     }
     held.release().await?;

@@ -1,13 +1,13 @@
-//! Adoptions: a file of this host becomes a volume. A raw file on the filesystem of the pool is renamed; any other is
-//! copied or converted, and stays where it is.
+//! Adoptions: a file of this host, or an image in the Ceph pool of a pool, becomes a volume. An image, and a raw file on the
+//! filesystem of the pool, is renamed; any other file is copied or converted, and stays where it is.
 
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use infra_api::{
-    Adoption, DiskOptions, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId,
-    VolumeSpec, VolumeState,
+    Adoption, DiskOptions, EngineKind, Labels, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume,
+    VolumeId, VolumeSpec, VolumeState,
 };
 use tokio::sync::oneshot;
 
@@ -16,9 +16,11 @@ use super::create::same_volume;
 use super::qos::validated;
 use super::reserve::Content;
 use crate::catalog::{AdoptionMethod, AdoptionRow, Origin, PoolRow, Tx, VolumeRow};
-use crate::engine::adopt::{Candidate, examine};
+use crate::engine::adopt::{Candidate, ForeignImage, Home, examine};
 use crate::engine::qcow2::Format;
-use crate::engine::{EngineError, Record};
+use crate::engine::rbd::{is_rbd, parse_image};
+use crate::engine::{EngineError, RbdLocation, Record};
+use crate::hypervisor::{DiskLocation, RbdImage};
 use crate::placement;
 use crate::scope::Scope;
 use crate::service::files;
@@ -28,17 +30,21 @@ use crate::service::transfers::blocking;
 
 /// How a file becomes the file of a volume in a pool of this filesystem.
 pub(super) fn method(file: &Candidate, filesystem: Option<u64>) -> AdoptionMethod {
-    match file.format {
-        Format::Qcow2 { .. } => AdoptionMethod::Convert,
-        Format::Raw if filesystem == Some(file.filesystem) => AdoptionMethod::Rename,
-        Format::Raw => AdoptionMethod::Copy,
+    match (file.format, &file.home) {
+        (Format::Qcow2 { .. }, _) => AdoptionMethod::Convert,
+        (Format::Raw, Home::Pool(_)) => AdoptionMethod::Rename,
+        (Format::Raw, Home::Filesystem(home)) if filesystem == Some(*home) => AdoptionMethod::Rename,
+        (Format::Raw, Home::Filesystem(_)) => AdoptionMethod::Copy,
     }
 }
 
-/// Pools on the filesystem of a file, the one whose directory holds the file first.
+/// Pools in which a file can stay: those on its filesystem, the one whose directory holds it first; or that of an image.
 pub(super) fn near(file: &Candidate, pools: &[PoolRow], facts: &Facts) -> Vec<PoolName> {
-    let on_filesystem =
-        |pool: &&PoolRow| facts.get(&pool.name).is_some_and(|facts| facts.filesystem == file.filesystem);
+    let home = match &file.home {
+        Home::Filesystem(home) => *home,
+        Home::Pool(pool) => return vec![pool.clone()],
+    };
+    let on_filesystem = |pool: &&PoolRow| facts.get(&pool.name).is_some_and(|facts| facts.filesystem == home);
     let mut near: Vec<&PoolRow> = pools.iter().filter(on_filesystem).collect();
     near.sort_by_key(|pool| (!file.path.starts_with(&pool.spec.path), pool.name.clone()));
     near.into_iter().map(|pool| pool.name.clone()).collect()
@@ -52,6 +58,12 @@ pub(super) fn credit(file: &Candidate, near: &[PoolName], candidates: &mut [plac
     for candidate in candidates.iter_mut().filter(|candidate| near.contains(&candidate.name)) {
         candidate.free_bytes = candidate.free_bytes.saturating_add(file.allocated.min(file.size));
     }
+}
+
+/// Whether an image is in the Ceph pool or namespace of a pool.
+fn has_image(pool: &PoolRow, image: &RbdImage) -> bool {
+    let location = pool.spec.path.parse::<RbdLocation>();
+    pool.spec.engine == EngineKind::Rbd && location.is_ok_and(|place| place.name_of(image).is_some())
 }
 
 /// The spec of the volume that a file becomes.
@@ -115,11 +127,50 @@ impl Volumes {
 
     /// Checks the file and writes the intent.
     async fn begin_adoption(&self, id: &VolumeId, adoption: &Adoption) -> Result<VolumeRow> {
-        let path = self.permitted_path(&adoption.path).await?;
-        let file = blocking(move || Ok(examine(&path)?)).await?;
-        self.files.refuse_attached_file(&file.path).await?;
+        let path = Path::new(&adoption.path);
+        let (file, location) = match is_rbd(path) {
+            true => self.image(path, adoption.pool.as_ref()).await?,
+            false => {
+                let path = self.permitted_path(&adoption.path).await?;
+                let file = blocking(move || Ok(examine(&path)?)).await?;
+                let location = DiskLocation::File(file.path.clone());
+                (file, location)
+            }
+        };
+        self.files.refuse_attached_data(location).await?;
         let spec = spec_of(adoption, file.size);
         self.reserve(id, spec, file.size, Content::Adopted(file)).await
+    }
+
+    /// Examines an image in the Ceph pool or namespace of a pool.
+    async fn image(&self, path: &Path, wanted: Option<&PoolName>) -> Result<(Candidate, DiskLocation)> {
+        let invalid = |why: String| Failure::new(ProblemCode::Invalid, why);
+        let image = parse_image(path).map_err(invalid)?;
+        let pools = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
+        let has =
+            |pool: &&PoolRow| wanted.is_none_or(|wanted| *wanted == pool.name) && has_image(pool, &image);
+        let pool = match pools.iter().filter(has).collect::<Vec<_>>().as_slice() {
+            [only] => (*only).clone(),
+            [] => {
+                return Err(invalid(format!(
+                    "the image {image} is in the Ceph pool or namespace of no pool that may have the volume; add one with \
+                     `storage-infra pool add --engine rbd`, in which the image then is"
+                )));
+            }
+            _ => {
+                return Err(invalid(format!(
+                    "several pools may have the image {image}; choose one with --pool"
+                )));
+            }
+        };
+        let path = path.to_owned();
+        let found = self
+            .engines
+            .run::<_, EngineError, _>(&pool, move |e| Ok((e.examine_image(&path)?, path)))
+            .await?;
+        let (ForeignImage { id, size, allocated }, path) = found;
+        let (home, format) = (Home::Pool(pool.name), Format::Raw);
+        Ok((Candidate { path, inode: id, home, size, allocated, format }, DiskLocation::Rbd(image)))
     }
 
     /// A path in a directory of a pool or of --file-dir, without symbolic links in its directory.
@@ -216,7 +267,15 @@ mod tests {
 
     fn file(format: Format) -> Candidate {
         let path = "/pools/b/disk.img".into();
-        Candidate { path, inode: 1, filesystem: 7, size: 100, allocated: 60, format }
+        Candidate { path, inode: 1, home: Home::Filesystem(7), size: 100, allocated: 60, format }
+    }
+
+    #[test]
+    fn an_image_stays_in_its_pool() {
+        let pool = PoolName::new("r").unwrap();
+        let image = Candidate { home: Home::Pool(pool.clone()), ..file(Format::Raw) };
+        assert_eq!(method(&image, None), AdoptionMethod::Rename);
+        assert_eq!(near(&image, &[], &Facts::new()), [pool]);
     }
 
     #[test]

@@ -10,7 +10,9 @@ use super::Volumes;
 use super::delete::refuse_used;
 use crate::audit;
 use crate::catalog::{PoolRow, ReleaseRow, Tx, VolumeRow};
+use crate::engine::rbd::image_path;
 use crate::engine::{EngineError, Object};
+use crate::hypervisor::{DiskSource, RbdImage, RbdSource};
 use crate::service::lookups::{pool_of, ready_volume};
 use crate::service::problems::{Failure, Result};
 
@@ -42,13 +44,7 @@ impl Volumes {
         }
         let name = id.clone();
         let (row, pool) = self.core.catalog().read(move |tx| releasable(tx, &name)).await?;
-        if let Err(why) = self.engines.of(&pool).source(id).file() {
-            let detail =
-                format!("the volume {id} cannot be released: {why}; `rbd export` writes its content to one");
-            return Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into());
-        }
-        let default = || Path::new(&pool.spec.path).join(format!("{id}.{SUFFIX}")).display().to_string();
-        let path = self.permitted_path(&to.path.unwrap_or_else(default)).await?;
+        let path = self.target(id, &pool, to).await?;
         self.files.clear_volume(&pool, &row).await?;
         let (object, target) = (Object::Volume(id.clone()), path.clone());
         let inode =
@@ -60,6 +56,21 @@ impl Volumes {
         };
         self.core.catalog().run(begin).await?;
         Ok(path)
+    }
+
+    /// Where a volume goes: a path, or the name of an image, for which the engine checks that it is in the pool.
+    async fn target(&self, id: &VolumeId, pool: &PoolRow, to: Release) -> Result<PathBuf> {
+        let name = format!("{id}.{SUFFIX}");
+        match self.engines.of(pool).source(id) {
+            DiskSource::File(_) => {
+                let default = || Path::new(&pool.spec.path).join(name).display().to_string();
+                self.permitted_path(&to.path.unwrap_or_else(default)).await
+            }
+            DiskSource::Rbd(RbdSource { image, .. }) => {
+                let default = || image_path(&RbdImage { name, ..image });
+                Ok(to.path.map_or_else(default, PathBuf::from))
+            }
+        }
     }
 
     /// Moves the file of a volume whose release began, and forgets the volume. If the file cannot be moved, the volume

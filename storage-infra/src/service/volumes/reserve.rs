@@ -12,7 +12,8 @@ use super::Volumes;
 use super::adopt;
 use crate::budget::Demand;
 use crate::catalog::{AdoptionMethod, AdoptionRow, Origin, PoolRow, Tx, VolumeRow};
-use crate::engine::adopt::Candidate;
+use crate::engine::adopt::{Candidate, Home};
+use crate::engine::qcow2::Format;
 use crate::engine::{Object, PoolFacts};
 use crate::placement;
 use crate::service::budgets::refuse_over_budget;
@@ -128,20 +129,13 @@ impl RequestedVolume {
     }
 
     /// Why no pool can make this volume, whatever its space.
-    fn no_suitable_engine(&self, source: Option<&Source>) -> Failure {
-        let id = &self.id;
-        let detail = match source {
-            Some(source) => format!(
-                "the volume {id} cannot be made from the {}: its pool {} has the engine {}, and volumes are not copied between \
-                 pools of the engines file and rbd",
-                source.object, source.pool.name, source.pool.spec.engine
-            ),
-            None => format!(
-                "the volume {id} cannot be imported or adopted: all pools have the engine rbd, which takes no data from files; \
-                 add a pool of the engine file, or copy the data in a VM"
-            ),
-        };
-        Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into()
+    fn no_suitable_engine(&self) -> Failure {
+        let detail = format!(
+            "the volume {} cannot be adopted: all pools have the engine rbd, into which no qcow2 image is converted; convert it to \
+             a raw file with `qemu-img convert` first",
+            self.id
+        );
+        Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, &self.id).into()
     }
 
     /// Plans the volume's row in the best pool. Fails if the budget does not allow it or no pool fits.
@@ -152,16 +146,15 @@ impl RequestedVolume {
         refuse_over_budget(tx, &spec.owner, &demand, ObjectKind::Volume, id)?;
         let (facts, from_scan) = (&*inputs.facts, inputs.from_scan);
         let mut candidates = inputs.candidates(tx, spec.placement.anti_affinity_id.as_deref())?;
-        let mut near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
+        let mut near = source.as_ref().map(|source| near(facts, &source.pool)).unwrap_or_default();
         if let Content::Adopted(file) = content {
             near = adopt::near(file, &tx.pools()?, facts);
             adopt::credit(file, &near, &mut candidates);
         }
         let has_pools = !candidates.is_empty();
-        let of = source.as_ref().map(|source| (&source.pool.name, source.pool.spec.engine));
-        candidates.retain(|one| can_make(content, of, (&one.name, one.engine)));
+        candidates.retain(|one| can_make(content, &near, (&one.name, one.engine)));
         if candidates.is_empty() && has_pools {
-            return Err(self.no_suitable_engine(source.as_ref()));
+            return Err(self.no_suitable_engine());
         }
         let pool = placement::place(&candidates, *size, &spec.placement, &near).map_err(|rejections| {
             let detail = format!("volume {id}: {}", placement::explain(*size, &rejections));
@@ -204,19 +197,13 @@ impl RequestedVolume {
     }
 }
 
-/// Whether the engine of a pool can make a volume with this content. The engine rbd has no other data than clones of its
-/// own images.
-fn can_make(
-    content: &Content,
-    source: Option<(&PoolName, EngineKind)>,
-    (pool, engine): (&PoolName, EngineKind),
-) -> bool {
-    match (content, source) {
-        (Content::Created, None) => true,
-        (Content::Created, Some((from, EngineKind::Rbd))) => from == pool,
-        (Content::Created, Some(_)) | (Content::Imported | Content::Adopted(_), _) => {
-            engine == EngineKind::File
-        }
+/// Whether a pool can make a volume with this content: an image stays in its pool, and qemu-img writes only files.
+fn can_make(content: &Content, near: &[PoolName], (pool, engine): (&PoolName, EngineKind)) -> bool {
+    let Content::Adopted(file) = content else { return true };
+    match (&file.home, file.format) {
+        (Home::Pool(_), _) => near.contains(pool),
+        (Home::Filesystem(_), Format::Raw) => true,
+        (Home::Filesystem(_), Format::Qcow2 { .. }) => engine == EngineKind::File,
     }
 }
 
@@ -232,12 +219,16 @@ fn refuse_premature_copy(facts: &Facts, pool: &PoolName) -> Result<()> {
 }
 
 /// Pools whose files can share blocks with this pool's, this one first: reflink within one directory works on every
-/// kernel.
-fn near(facts: &Facts, pool: &PoolName) -> Vec<PoolName> {
-    let Some(from) = facts.get(pool) else { return Vec::new() };
-    let shares = |(_, to): &(&PoolName, &PoolFacts)| from.reflink && from.filesystem == to.filesystem;
+/// kernel. Images are cloned only within their pool.
+fn near(facts: &Facts, pool: &PoolRow) -> Vec<PoolName> {
+    let (name, engine) = (&pool.name, pool.spec.engine);
+    let Some(from) = facts.get(name) else { return Vec::new() };
+    let shares = |(to_name, to): &(&PoolName, &PoolFacts)| {
+        let is_possible = engine == EngineKind::File || *to_name == name;
+        is_possible && from.reflink && from.filesystem == to.filesystem
+    };
     let mut near: Vec<PoolName> = facts.iter().filter(shares).map(|(name, _)| name.clone()).collect();
-    near.sort_by_key(|name| (name != pool, name.clone()));
+    near.sort_by_key(|one| (one != name, one.clone()));
     near
 }
 
@@ -318,6 +309,8 @@ impl Volumes {
 
 #[cfg(test)]
 mod tests {
+    use infra_api::PoolSpec;
+
     use super::*;
     use crate::engine::DirectoryVersion;
 
@@ -344,15 +337,49 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_rbd_makes_only_blank_volumes_and_clones_of_its_own() {
-        let [f, g, r, s] = ["f", "g", "r", "s"].map(|name| PoolName::new(name).unwrap());
-        let [file, other] = [&f, &g].map(|name| (name, EngineKind::File));
-        let [rbd, second] = [&r, &s].map(|name| (name, EngineKind::Rbd));
-        let created = |source, pool| can_make(&Content::Created, source, pool);
-        assert!(created(None, rbd) && created(None, file));
-        assert!(created(Some(rbd), rbd) && created(Some(file), other));
-        assert!(!created(Some(rbd), second) && !created(Some(rbd), file) && !created(Some(file), rbd));
-        let imported = |pool| can_make(&Content::Imported, None, pool);
-        assert!(imported(file) && !imported(rbd));
+    fn an_image_stays_in_its_pool_and_a_qcow2_image_becomes_a_file() {
+        let [f, r, s] = ["f", "r", "s"].map(|name| PoolName::new(name).unwrap());
+        let (file, rbd, other) = ((&f, EngineKind::File), (&r, EngineKind::Rbd), (&s, EngineKind::Rbd));
+        let adopted = |home, format| {
+            let path = "/disk".into();
+            Content::Adopted(Candidate { path, inode: 1, home, size: 4096, allocated: 0, format })
+        };
+        let made = |content: &Content| {
+            [file, rbd, other].map(|pool| can_make(content, std::slice::from_ref(&r), pool))
+        };
+        assert_eq!(made(&Content::Created), [true; 3]);
+        assert_eq!(made(&Content::Imported), [true; 3]);
+        assert_eq!(made(&adopted(Home::Pool(r.clone()), Format::Raw)), [false, true, false]);
+        assert_eq!(made(&adopted(Home::Filesystem(1), Format::Raw)), [true; 3]);
+        assert_eq!(made(&adopted(Home::Filesystem(1), Format::Qcow2 { size: 4096 })), [true, false, false]);
+    }
+
+    #[test]
+    fn images_are_cloned_within_their_pool_and_files_share_blocks_on_their_filesystem() {
+        let found = |filesystem| PoolFacts {
+            directory: DirectoryVersion::default(),
+            filesystem,
+            capacity: 9,
+            available: 9,
+            used: 0,
+            reflink: true,
+            ceph: None,
+        };
+        let name = |text: &str| PoolName::new(text).unwrap();
+        let facts = Facts::from([(name("a"), found(1)), (name("b"), found(1)), (name("c"), found(2))]);
+        let of = |engine| {
+            let spec = PoolSpec {
+                engine,
+                path: "/b".into(),
+                labels: infra_api::Labels::new(),
+                cordoned: false,
+                on_full: infra_api::OnFull::default(),
+                hosts: infra_api::PoolHosts::default(),
+            };
+            let pool = PoolRow { name: name("b"), uuid: Uuid::nil(), spec, marked: true, suspension: None };
+            near(&facts, &pool)
+        };
+        assert_eq!(of(EngineKind::File), [name("b"), name("a")]);
+        assert_eq!(of(EngineKind::Rbd), [name("b")]);
     }
 }

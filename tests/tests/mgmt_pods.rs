@@ -152,7 +152,7 @@ async fn a_pod_of_the_management_cluster_uses_a_volume_and_a_vm_never_at_the_sam
     run(|s| async move {
         let s = &s;
         s.lab
-            .with_host_node(async |node| {
+            .with_host_node(|node| async move {
                 let mut host = Host::of(s, &node).await?;
                 refuses_what_is_not_there(s, &host).await?;
                 keeps_a_filesystem(s, &mut host).await.context("a filesystem")?;

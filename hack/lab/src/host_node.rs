@@ -39,7 +39,10 @@ pub struct HostNode {
 
 impl Lab {
     /// Runs `work` while volumes can be attached to this host. Always restores the usual flags.
-    pub async fn with_host_node<T>(&self, work: impl AsyncFnOnce(HostNode) -> Result<T>) -> Result<T> {
+    pub async fn with_host_node<T, F>(&self, work: impl FnOnce(HostNode) -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>>,
+    {
         let links = self.run().path("infra").join("host");
         let flag = format!("--hypervisor={HYPERVISOR}=host:{}", links.display());
         let mut changed = BTreeMap::new();

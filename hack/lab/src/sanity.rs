@@ -103,7 +103,7 @@ impl Parameters {
 pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
     match tier {
         Tier::Guest => guest(ui, lab).await,
-        Tier::Mgmt => lab.with_host_node(async |host| management(ui, lab, &host.plugin).await).await,
+        Tier::Mgmt => lab.with_host_node(|host| async move { management(ui, lab, &host.plugin).await }).await,
     }
 }
 

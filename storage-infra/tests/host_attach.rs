@@ -121,7 +121,7 @@ async fn a_disk_in_use_stays_attached_and_no_other_node_gets_it() {
     let name = attachment("host-1");
     server.client.attach(&name, &writer(&id, host), SOON).await.unwrap();
     let in_use = fs::File::open(link(&site, host, made.disk_uuid)).unwrap();
-    server.client.detach(&name, SOON).await.unwrap_err();
+    server.client.detach(&name, BRIEFLY).await.unwrap_err();
     assert_eq!(
         code(server.client.attach(&attachment("vm"), &writer(&id, vm), SOON).await),
         ProblemCode::InUse
@@ -185,7 +185,7 @@ async fn nothing_is_attached_to_or_assumed_of_another_host() {
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     let name = attachment("there");
     assert_eq!(code(server.client.attach(&name, &writer(&id, other), SOON).await), ProblemCode::Unavailable);
-    server.client.detach(&name, SOON).await.unwrap_err();
+    server.client.detach(&name, BRIEFLY).await.unwrap_err();
     assert_eq!(
         code(server.client.attach(&attachment("x"), &writer(&id, other), SOON).await),
         ProblemCode::InUse

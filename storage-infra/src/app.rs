@@ -313,8 +313,9 @@ pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, 
 }
 
 fn this_host(root: &Path) -> anyhow::Result<LoopDevices> {
-    LoopDevices::of_this_host(root)
-        .with_context(|| format!("--hypervisor: cannot use {} for links to this host's disks", root.display()))
+    LoopDevices::of_this_host(root).with_context(|| {
+        format!("--hypervisor: cannot use {} for links to this host's disks", root.display())
+    })
 }
 
 /// What the flags say about the hosts of the hypervisors.

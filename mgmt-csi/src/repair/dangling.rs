@@ -71,8 +71,7 @@ impl Repair {
             .iter()
             .filter(|infra_attachment| {
                 // Those of hosts end by ControllerUnpublishVolume.
-                !is_host_attachment(&infra_attachment.id)
-                    && shared.attachment(&infra_attachment.id).is_none()
+                !is_host_attachment(&infra_attachment.id) && shared.attachment(&infra_attachment.id).is_none()
             })
             .collect();
         self.metrics.set_dangling(dangling.len());

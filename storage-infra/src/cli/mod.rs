@@ -159,7 +159,9 @@ fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
         Some(("loop", dir)) if dir.starts_with('/') => HypervisorTarget::Loop(dir.into()),
         Some(("simulated", text)) if text.starts_with('/') => simulated(text).ok_or(usage)?,
         Some(("host" | "loop" | "simulated", _)) => {
-            return Err("the directory of a host, loop or simulated hypervisor must be an absolute path".into());
+            return Err(
+                "the directory of a host, loop or simulated hypervisor must be an absolute path".into()
+            );
         }
         _ => return Err(usage.into()),
     };

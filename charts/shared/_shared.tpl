@@ -49,7 +49,7 @@ The objects of a file, which the lab applies unchanged. dict:
 {{- $accounts := .accounts | default dict -}}
 {{- $without := .without | default list -}}
 {{- $kinds := .kinds | default list -}}
-{{- $components := list "mgmt-csi" "vm-operator-shim" "nestor-console" "gc-csi-controller" "gc-csi-node" "snapshot-controller" -}}
+{{- $components := list "mgmt-csi" "mgmt-csi-node" "vm-operator-shim" "nestor-console" "gc-csi-controller" "gc-csi-node" "snapshot-controller" -}}
 {{- $components = concat $components (list "csi-provisioner" "csi-attacher" "csi-resizer" "csi-snapshotter") -}}
 {{- range regexSplit "(?m)^---$" $text -1 }}
 {{- $object := fromYaml . }}

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| gc_csi_node::fuzzing::mount_table(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| node_kit::fuzzing::mount_table(data));

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| gc_csi_node::fuzzing::node_requests(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| node_kit::fuzzing::node_requests(data));

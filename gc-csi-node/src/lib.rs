@@ -1,71 +1,25 @@
 //! CSI Node service of the guest driver. Runs privileged on each guest node, next to kubelet, and makes the disks that
-//! the controller plugin attached available to pods as filesystems and block devices.
-//!
-//! | Modules | Content |
-//! | --- | --- |
-//! | `service`, `request`, `status`, `driver_endpoints` | gRPC services, request validation, status codes, sockets and registration |
-//! | `stage`, `publish`, `expand`, `stats` | NodeStageVolume, NodePublishVolume, NodeExpandVolume, NodeGetVolumeStats |
-//! | `disk` | disk lookup by UUID |
-//! | `content` | disk content: blkid, blank disk attestations, formatting |
-//! | `duplicate_uuids`, `filesystem`, `superblock` | btrfs with duplicate UUIDs, filesystem tools, superblocks |
-//! | `bind`, `mount_table`, `mount_users` | mounts and the processes that use them |
-//! | `volume_condition`, `lost_writes` | volume health, writes that did not reach the disk |
-//! | `kubelet` | kubelet's directory layout |
-//! | `volume_limit`, `topology` | node information for the scheduler |
-//! | `health` | self-checks |
+//! the controller plugin attached available to pods as filesystems and block devices. The service itself is in `node_kit`,
+//! this crate has what concerns VMs: flags, the number of disks, and the zone.
 
-mod bind;
-mod blocking;
-mod command;
-mod content;
-mod disk;
-mod driver_endpoints;
-mod duplicate_uuids;
-mod expand;
-mod filesystem;
-#[cfg(any(test, fuzzing))]
-pub mod fuzzing;
-mod health;
-mod kubelet;
-mod lost_writes;
-mod mount_options;
-mod mount_table;
-mod mount_users;
-mod publish;
-mod request;
-mod service;
-mod stage;
-mod stats;
-mod status;
-mod superblock;
 mod topology;
-mod volume_condition;
 mod volume_limit;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 use crds::names::GUEST_DRIVER;
-use csi::identity::Identity;
+use csi::locks::VolumeLocks;
 use csi::metrics::CallMetrics;
-use csi::proto::identity_server::IdentityServer;
-use csi::proto::node_server::NodeServer;
-use csi::proto::plugin_capability::service::Type as PluginService;
-use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::server::{EndpointArgs, LegacyArgs};
 use kube::Client;
 use kube_kit::health::Health;
 use kube_kit::http::{self, HttpArgs, MetricsAccess};
+use node_kit::{DiskNames, DriverEndpoint, Identity, Kubelet, Node, Plugin, UsedAttestations};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
-use tonic::service::Routes;
 
-use self::content::UsedAttestations;
-use self::disk::DiskNames;
-use self::driver_endpoints::DriverEndpoint;
-use self::health::SelfCheck;
-use self::kubelet::Kubelet;
-use self::service::Node;
 use self::topology::ZoneSource;
 
 /// sysfs file with the UUID that the hypervisor gave this VM.
@@ -198,48 +152,26 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let mut metrics = Registry::with_prefix("nestor_gc_csi_node");
     let calls = CallMetrics::register(&mut metrics);
     let (alive, ready) = (Health::default(), Health::default());
-    let names = DiskNames::watch(args.by_id_dir.clone(), stop.clone());
     let node = Node {
-        name: args.node_name.clone(),
+        id: args.node_name.clone(),
         max_volumes,
-        zone: args.zone().await?,
+        topology: Arc::new(args.zone().await?),
         kubelet: Kubelet {
             dir: kubelet_dir,
             drivers: driver_endpoints.iter().map(|endpoint| endpoint.driver.clone()).collect(),
         },
-        names: names.clone(),
+        names: DiskNames::watch(args.by_id_dir.clone(), Identity::Reported, stop.clone()),
         used: args.used_attestations()?,
-        locks: csi::locks::VolumeLocks::default(),
+        locks: VolumeLocks::default(),
     };
-    let (reporter, grpc_health) = tonic_health::server::health_reporter();
-    let self_check = SelfCheck::new(&alive, &driver_endpoints);
-    let serve_endpoints = futures::future::try_join_all(driver_endpoints.iter().map(|endpoint| {
-        // The driver's Controller service is served by gc-csi (CSI specification, GetPluginCapabilities).
-        let identity = Identity::new(endpoint.driver.as_str(), alive.clone(), ready.clone())
-            .with_service(PluginService::ControllerService)
-            .with_expansion(Expansion::Online);
-        let identity = match node.zone {
-            ZoneSource::None => identity,
-            ZoneSource::Flag(_) | ZoneSource::NodeLabel(_) => {
-                identity.with_service(PluginService::VolumeAccessibilityConstraints)
-            }
-        };
-        let routes = Routes::new(IdentityServer::new(identity))
-            .add_service(NodeServer::new(node.clone()))
-            .add_service(grpc_health.clone());
-        endpoint.serve(routes, &ready, calls.clone(), stop.clone())
-    }));
-    let check_self = async {
-        self_check.run(alive.clone(), names, reporter, stop.clone()).await;
-        Ok(())
-    };
+    let plugin =
+        Plugin { node, endpoints: driver_endpoints, alive: alive.clone(), ready: ready.clone(), calls };
     let access = args.metrics_access().await?;
     let serve_http = async {
         let Some(address) = args.http.address() else { return Ok(()) };
-        http::serve(address, alive.clone(), ready.clone(), metrics, access, stop.clone())
+        http::serve(address, alive, ready, metrics, access, stop.clone())
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    tokio::try_join!(serve_endpoints, check_self, serve_http)?;
-    Ok(())
+    tokio::try_join!(plugin.serve(stop.clone()), serve_http).map(drop)
 }

@@ -8,6 +8,7 @@ use csi::{Status, proto};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
 use kube_kit::client::chain;
+use node_kit::Topology;
 use tokio::time::Instant;
 
 /// Interval at which a call polls for a missing label. Polling needs no permission to watch Nodes, and the call is rare.
@@ -49,13 +50,14 @@ impl std::fmt::Debug for ZoneSource {
     }
 }
 
-impl ZoneSource {
-    /// Topology of Node `node`. Waits for a missing label until `until`.
-    pub(crate) async fn topology(
-        &self,
-        node: &str,
-        until: Instant,
-    ) -> Result<Option<proto::Topology>, Status> {
+#[tonic::async_trait]
+impl Topology for ZoneSource {
+    fn is_reported(&self) -> bool {
+        !matches!(self, Self::None)
+    }
+
+    /// Waits for a missing label of the Node until `until`.
+    async fn of_node(&self, node: &str, until: Instant) -> Result<Option<proto::Topology>, Status> {
         let zone = match self {
             Self::None => return Ok(None),
             Self::Flag(zone) => zone.clone(),
@@ -99,4 +101,19 @@ async fn wait_for_label(nodes: Api<Node>, node: &str, until: Instant) -> Result<
 
 fn unavailable(node: &str, reason: &str) -> Status {
     Status::unavailable(format!("the zone of guest Node {node} is unknown: {reason}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_zone_is_a_label_value() {
+        for zone in ["z", "eu-west-1a", "rack_7.row-2", &"a".repeat(63)] {
+            assert_eq!(parse_zone(zone).as_deref(), Ok(zone));
+        }
+        for bad in ["", "-a", "a-", "a b", "ü", &"a".repeat(64)] {
+            assert!(parse_zone(bad).is_err(), "{bad}");
+        }
+    }
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::disk;
-use super::mount_table::MountTable;
+use node_kit::mount_table::MountTable;
+use node_kit::sysfs;
 
 /// sysfs directory of SCSI hosts.
 const SCSI_HOSTS: &str = "/sys/class/scsi_host";
@@ -37,7 +37,7 @@ fn controllers(dir: &Path) -> Vec<(String, i64)> {
 fn disks_of_others(table: &MountTable, kubelet_dir: &Path) -> BTreeSet<PathBuf> {
     let others =
         table.iter().filter(|mount| mount.point == kubelet_dir || !mount.point.starts_with(kubelet_dir));
-    let devices = others.filter_map(|mount| disk::sysfs(mount.block_device()?).canonicalize().ok());
+    let devices = others.filter_map(|mount| sysfs(mount.block_device()?).canonicalize().ok());
     devices.map(|device| whole_disk(&device)).collect()
 }
 

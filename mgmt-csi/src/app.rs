@@ -57,6 +57,10 @@ pub struct Args {
     /// What to do with a VM whose guest node has the out-of-service taint and that does not release a disk to detach.
     #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
     fence: Fence,
+    /// Serve ControllerPublishVolume, so that pods of the management cluster can use volumes. Requires mgmt-csi-node and
+    /// storage-infra on the hosts of these pods, and csi-attacher.
+    #[arg(long)]
+    node_service: bool,
     #[command(flatten)]
     limits: DefaultLimits,
     #[command(flatten)]
@@ -115,7 +119,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
     let controller =
-        Controller::new(infra.clone(), client.clone(), caches.clone(), args.limits.into(), traces);
+        Controller::new(infra.clone(), client.clone(), caches.clone(), args.limits.into(), traces)
+            .with_hosts(args.node_service);
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();

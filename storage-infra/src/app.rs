@@ -64,7 +64,9 @@ pub struct HypervisorFlag {
 pub enum HypervisorTarget {
     /// A libvirt URI.
     Libvirt(String),
-    /// Root directory of links to loop devices.
+    /// This host as a node: root directory of links to loop devices.
+    Host(PathBuf),
+    /// Root directory of links to loop devices of VMs that this host plays.
     Loop(PathBuf),
     /// Simulated VMs without a hypervisor: state directory, and duration of an attach or detach.
     Simulated(PathBuf, Duration),
@@ -83,7 +85,7 @@ impl fmt::Display for HypervisorTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Libvirt(uri) => f.write_str(uri),
-            Self::Loop(dir) | Self::Simulated(dir, _) => write!(f, "{}", dir.display()),
+            Self::Host(dir) | Self::Loop(dir) | Self::Simulated(dir, _) => write!(f, "{}", dir.display()),
         }
     }
 }
@@ -299,6 +301,7 @@ pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, 
     for flag in flags {
         let hypervisor: Arc<dyn Hypervisor> = match &flag.target {
             HypervisorTarget::Libvirt(uri) => Arc::new(Libvirt::new(uri)),
+            HypervisorTarget::Host(root) => Arc::new(this_host(root)?),
             HypervisorTarget::Loop(root) => Arc::new(LoopDevices::new(root)),
             HypervisorTarget::Simulated(root, delay) => Arc::new(Simulated::new(root, *delay)),
         };
@@ -307,6 +310,12 @@ pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, 
         }
     }
     Ok(all)
+}
+
+fn this_host(root: &Path) -> anyhow::Result<LoopDevices> {
+    LoopDevices::of_this_host(root).with_context(|| {
+        format!("--hypervisor: cannot use {} for links to this host's disks", root.display())
+    })
 }
 
 /// What the flags say about the hosts of the hypervisors.

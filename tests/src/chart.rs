@@ -133,7 +133,9 @@ pub fn program(lab: &Lab, container: &Value) -> Result<PathBuf> {
     let name = image.rsplit('/').next().unwrap_or_default();
     let name = name.split([':', '@']).next().unwrap_or_default();
     Ok(match name {
-        "gc-csi" | "gc-csi-node" | "mgmt-csi" | "vm-operator-shim" | "nestor-console" => binary(lab, name),
+        "gc-csi" | "gc-csi-node" | "mgmt-csi" | "mgmt-csi-node" | "vm-operator-shim" | "nestor-console" => {
+            binary(lab, name)
+        }
         sidecar => lab.state().tools.join(sidecar),
     })
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use tokio::process::Command;
 
 /// The programs of each image, with arguments that print their version.
-pub const STARTS: [(&str, &[&[&str]]); 6] = [
+pub const STARTS: [(&str, &[&[&str]]); 7] = [
     ("gc-csi", &[&["/usr/local/bin/gc-csi", "--version"]]),
     ("mgmt-csi", &[&["/usr/local/bin/mgmt-csi", "--version"]]),
     ("vm-operator-shim", &[&["/usr/local/bin/vm-operator-shim", "--version"]]),
@@ -30,7 +30,26 @@ pub const STARTS: [(&str, &[&[&str]]); 6] = [
             &["mount", "--version"],
         ],
     ),
-    ("storage-infra", &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"]]),
+    (
+        "mgmt-csi-node",
+        &[
+            &["/usr/local/bin/mgmt-csi-node", "--version"],
+            &["blkid", "--version"],
+            &["mkfs.ext4", "-V"],
+            &["e2fsck", "-V"],
+            &["mkfs.xfs", "-V"],
+            &["xfs_growfs", "-V"],
+            &["xfs_repair", "-V"],
+            &["mkfs.btrfs", "--version"],
+            &["btrfs", "--version"],
+            &["modprobe", "--version"],
+            &["mount", "--version"],
+        ],
+    ),
+    (
+        "storage-infra",
+        &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"], &["losetup", "--version"]],
+    ),
 ];
 
 /// The command lines that start the programs of an image.

@@ -113,7 +113,7 @@ fn pod(namespace: &str, spec: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugin_is_not() -> Result<()> {
+async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugins_are_not() -> Result<()> {
     run(|s| async move {
         let namespace = s.own_namespace().await?;
         restrict(&s, &namespace.name).await?;
@@ -127,10 +127,12 @@ async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugin_
                 for (owner, spec) in pod_specs(&objects) {
                     let taken = chart::apply(&s.management, &pod(&namespace.name, spec), true).await;
                     match (owner.as_str(), taken) {
-                        ("DaemonSet gc-csi-node", Err(error)) => {
+                        ("DaemonSet gc-csi-node" | "DaemonSet mgmt-csi-node", Err(error)) => {
                             ensure!(format!("{error:#}").contains("restricted"), "{error:#}");
                         }
-                        ("DaemonSet gc-csi-node", Ok(_)) => bail!("a privileged pod was accepted"),
+                        ("DaemonSet gc-csi-node" | "DaemonSet mgmt-csi-node", Ok(_)) => {
+                            bail!("a privileged pod was accepted")
+                        }
                         (_, taken) => drop(taken.with_context(|| format!("{name}: {owner}"))?),
                     }
                 }

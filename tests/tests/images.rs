@@ -55,8 +55,9 @@ async fn is_described(image: &Built) -> Result<()> {
     for label in ["title", "description", "version", "revision", "licenses", "base.name"] {
         ensure!(labels[format!("org.opencontainers.image.{label}")].is_string(), "{label}: {labels}");
     }
-    let needs_root =
-        ["gc-csi-node", "storage-infra"].iter().any(|name| image.name.contains(&format!("/{name}:")));
+    let needs_root = ["gc-csi-node", "mgmt-csi-node", "storage-infra"]
+        .iter()
+        .any(|name| image.name.contains(&format!("/{name}:")));
     assert_eq!(config["config"]["User"], if needs_root { "0:0" } else { "65532:65532" });
     let sbom: Value = serde_json::from_slice(&std::fs::read(&image.sbom)?)?;
     let components = sbom["components"].as_array().context("no components")?;

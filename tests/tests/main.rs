@@ -46,6 +46,7 @@ mod limits;
 mod machines;
 mod metadata;
 mod metrics;
+mod mgmt_pods;
 mod migrate_kubevirt;
 mod modify;
 mod move_volume;

@@ -6,9 +6,10 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 /// Files with roles, which the charts and the lab apply.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     include_str!("../../../charts/nestor-management/files/management.yaml"),
     include_str!("../../../charts/nestor-management/files/cluster-api.yaml"),
+    include_str!("../../../charts/nestor-management/files/node-service.yaml"),
     include_str!("../../../charts/nestor-management/files/guest.yaml"),
     include_str!("../../../charts/nestor-management/files/kubevirt.yaml"),
     include_str!("../../../charts/nestor-guest/files/guest.yaml"),

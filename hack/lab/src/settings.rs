@@ -60,19 +60,29 @@ impl Lab {
         settings: &[Setting],
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let mut usual: BTreeMap<String, Component> = BTreeMap::new();
+        let mut changed: BTreeMap<String, Component> = BTreeMap::new();
         for Setting { component, .. } in settings {
             let known = self.run().state()?.components.remove(component).with_context(|| {
                 format!(
                     "the lab has no component {component:?} to set flags of; `cargo lab status` shows the components"
                 )
             })?;
-            usual.insert(component.clone(), known);
+            changed.insert(component.clone(), known);
         }
-        let mut changed = usual.clone();
         for setting in settings {
             changed.entry(setting.component.clone()).and_modify(|other| setting.put(&mut other.argv));
         }
+        self.with_components(changed, work).await
+    }
+
+    /// Runs `work` while components run with these command lines. Always restores the usual ones.
+    pub(crate) async fn with_components<T>(
+        &self,
+        changed: BTreeMap<String, Component>,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let usual = changed.keys().map(|name| Ok((name.clone(), self.component(name)?)));
+        let usual: BTreeMap<String, Component> = usual.collect::<Result<_>>()?;
         let outcome = match self.run_all_as(changed).await {
             Ok(()) => work.await,
             Err(failed) => Err(failed),

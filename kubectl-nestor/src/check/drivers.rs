@@ -18,32 +18,39 @@ pub async fn check(cluster: &Cluster) -> Result<Vec<Finding>, Error> {
     Ok(findings)
 }
 
-/// Name of the driver, and whether it attaches volumes.
-fn expected(tier: Tier) -> (&'static str, bool) {
+/// Name of the driver.
+fn name(tier: Tier) -> &'static str {
     match tier {
-        Tier::Guest => (GUEST_DRIVER, true),
-        Tier::Management => (MANAGEMENT_DRIVER, false),
+        Tier::Guest => GUEST_DRIVER,
+        Tier::Management => MANAGEMENT_DRIVER,
+    }
+}
+
+/// Whether the driver may attach volumes, or not. That of the management cluster does for its pods, if they use volumes.
+fn may_attach(tier: Tier, attaches: bool) -> bool {
+    match tier {
+        Tier::Guest => attaches,
+        Tier::Management => true,
     }
 }
 
 async fn driver(cluster: &Cluster) -> Result<Finding, Error> {
-    let (name, _) = expected(cluster.tier);
+    let name = name(cluster.tier);
     let driver = cluster.all::<CSIDriver>().get_opt(name).await;
     let driver = driver.map_err(|error| Error::request(cluster.tier.name(), name, &error))?;
     Ok(judge_driver(cluster.tier, driver.as_ref()))
 }
 
 fn judge_driver(tier: Tier, driver: Option<&CSIDriver>) -> Finding {
-    let (name, attaches) = expected(tier);
-    let what = format!("CSIDriver {name}");
+    let what = format!("CSIDriver {}", name(tier));
     let Some(driver) = driver else {
         return Finding::error(tier, what).because("absent").next("install the chart of this cluster");
     };
     // The API server's default is true.
-    match driver.spec.attach_required.unwrap_or(true) == attaches {
+    match may_attach(tier, driver.spec.attach_required.unwrap_or(true)) {
         true => Finding::ok(tier, what),
         false => Finding::error(tier, what)
-            .because(format!("attachRequired must be {attaches}"))
+            .because("attachRequired must be true")
             .next("delete the CSIDriver and install the chart again: the field is immutable"),
     }
 }
@@ -103,13 +110,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_driver_must_attach_in_the_guest_only() {
+    fn the_driver_must_attach_in_the_guest() {
         let driver = |attach: bool| -> CSIDriver {
             serde_json::from_value(json!({"metadata": {}, "spec": {"attachRequired": attach}})).unwrap()
         };
         assert_eq!(judge_driver(Tier::Guest, Some(&driver(true))).level, Level::Ok);
         assert_eq!(judge_driver(Tier::Guest, Some(&driver(false))).level, Level::Error);
-        assert_eq!(judge_driver(Tier::Management, Some(&driver(false))).level, Level::Ok);
+        for attaches in [false, true] {
+            assert_eq!(judge_driver(Tier::Management, Some(&driver(attaches))).level, Level::Ok);
+        }
         assert_eq!(judge_driver(Tier::Management, None).level, Level::Error);
     }
 

@@ -18,7 +18,7 @@ pub(super) enum Holder {
     Own(String),
     /// A VM of another guest.
     Foreign,
-    /// A VM whose guest is unknown.
+    /// A VM whose guest is unknown, or a host of the management cluster.
     Unknown,
 }
 
@@ -73,7 +73,7 @@ fn name(holder: &Holder) -> &str {
     match holder {
         Holder::Own(name) => name,
         Holder::Foreign => "a VM of another guest",
-        Holder::Unknown => "another VM",
+        Holder::Unknown => "another VM or host",
     }
 }
 

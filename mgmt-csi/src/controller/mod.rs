@@ -8,6 +8,7 @@ mod create;
 mod deletion_guard;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod hosts;
 pub(crate) mod limits;
 mod modify;
 mod pages;
@@ -44,6 +45,8 @@ pub struct Controller {
     locks: VolumeLocks,
     /// Limits of new volumes without a VolumeAttributesClass.
     default_qos: Qos,
+    /// Whether volumes are attached to hosts of the management cluster.
+    on_hosts: bool,
     traces: Traces,
 }
 
@@ -69,8 +72,15 @@ impl Controller {
             deletion_guard,
             locks: VolumeLocks::default(),
             default_qos,
+            on_hosts: false,
             traces,
         }
+    }
+
+    /// Also attaches volumes to hosts of the management cluster.
+    #[must_use]
+    pub fn with_hosts(self, on_hosts: bool) -> Self {
+        Self { on_hosts, ..self }
     }
 
     /// Continues the trace of the operation that last wrote the claim of a volume: its expansion or modification.

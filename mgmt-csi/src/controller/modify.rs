@@ -2,20 +2,20 @@
 
 use csi::proto;
 use csi::request::{Size, required};
-use infra_api::VolumeSize;
+use infra_api::{VolumeId, VolumeSize};
 use tokio::time::Instant;
 use tonic::Status;
 
 use super::{Controller, limits};
 
 impl Controller {
-    /// Expands the volume and returns its size in bytes. A volume that is larger already keeps its size, which is success by
+    /// Expands the volume and returns it with its size in bytes. A volume that is larger already keeps its size, which is success by
     /// the CSI specification.
     pub(super) async fn expand(
         &self,
         request: &proto::ControllerExpandVolumeRequest,
         deadline: Instant,
-    ) -> Result<u64, Status> {
+    ) -> Result<(VolumeId, u64), Status> {
         let handle = required("volume_id", &request.volume_id)?;
         let range = request
             .capacity_range
@@ -37,7 +37,7 @@ impl Controller {
             VolumeSize { capacity_bytes: size.required.max(volume.capacity_bytes), limit_bytes: size.limit };
         let expanded = self.infra.expand_volume(&volume.id, &desired, deadline).await?;
         tracing::info!(volume = %expanded.id, before = volume.capacity_bytes, bytes = expanded.capacity_bytes, "expanded");
-        Ok(expanded.capacity_bytes)
+        Ok((expanded.id, expanded.capacity_bytes))
     }
 
     /// Sets the QoS limits of the volume.

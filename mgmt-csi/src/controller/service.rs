@@ -33,6 +33,9 @@ const CAPABILITIES: [Rpc; 11] = [
     Rpc::SingleNodeMultiWriter,
 ];
 
+/// Capabilities with volumes on hosts.
+const ON_HOSTS: [Rpc; 2] = [Rpc::PublishUnpublishVolume, Rpc::PublishReadonly];
+
 #[tonic::async_trait]
 impl proto::controller_server::Controller for Controller {
     async fn create_volume(
@@ -61,6 +64,24 @@ impl proto::controller_server::Controller for Controller {
         Ok(Response::new(proto::DeleteVolumeResponse {}))
     }
 
+    async fn controller_publish_volume(
+        &self,
+        request: Request<proto::ControllerPublishVolumeRequest>,
+    ) -> Result<Response<proto::ControllerPublishVolumeResponse>, Status> {
+        self.check_on_hosts()?;
+        let publish_context = self.publish(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::ControllerPublishVolumeResponse { publish_context }))
+    }
+
+    async fn controller_unpublish_volume(
+        &self,
+        request: Request<proto::ControllerUnpublishVolumeRequest>,
+    ) -> Result<Response<proto::ControllerUnpublishVolumeResponse>, Status> {
+        self.check_on_hosts()?;
+        self.unpublish(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::ControllerUnpublishVolumeResponse {}))
+    }
+
     async fn validate_volume_capabilities(
         &self,
         request: Request<proto::ValidateVolumeCapabilitiesRequest>,
@@ -87,7 +108,7 @@ impl proto::controller_server::Controller for Controller {
         let entry = |volume: &Volume| proto::list_volumes_response::Entry {
             volume: Some(to_proto(volume)),
             status: Some(proto::list_volumes_response::VolumeStatus {
-                // This driver attaches through VolumeAttachments, not through ControllerPublishVolume.
+                // Not announced: VMs have volumes through VolumeAttachments, which are no published nodes.
                 published_node_ids: Vec::new(),
                 volume_condition: Some(condition(volume)),
             }),
@@ -116,11 +137,15 @@ impl proto::controller_server::Controller for Controller {
         &self,
         request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
-        let capacity = self.expand(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        let deadline = deadline::of(&request, TIMEOUT);
+        let request = request.into_inner();
+        let (volume, capacity) = self.expand(&request, deadline).await?;
         Ok(Response::new(proto::ControllerExpandVolumeResponse {
             capacity_bytes: bytes(capacity),
-            // Management nodes never mount; the guest driver expands the filesystem.
-            node_expansion_required: false,
+            // In a VM, the guest driver expands the filesystem.
+            node_expansion_required: self
+                .needs_node_expansion(&volume, request.volume_capability.as_ref(), deadline)
+                .await?,
         }))
     }
 
@@ -214,7 +239,8 @@ impl proto::controller_server::Controller for Controller {
         let capability = |rpc: Rpc| proto::ControllerServiceCapability {
             r#type: Some(Type::Rpc(Wire { r#type: rpc as i32 })),
         };
-        let capabilities = CAPABILITIES.into_iter().map(capability).collect();
+        let on_hosts = ON_HOSTS.into_iter().filter(|_| self.on_hosts);
+        let capabilities = CAPABILITIES.into_iter().chain(on_hosts).map(capability).collect();
         Ok(Response::new(proto::ControllerGetCapabilitiesResponse { capabilities }))
     }
 }

@@ -18,7 +18,8 @@ pub use error::{
 pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;
 pub use names::{
-    ParsedId, attachment_id, has_same_name, namespace_of, parse_attachment_id, snapshot_id, volume_id,
+    ParsedId, attachment_id, has_same_name, host_attachment_id, is_host_attachment, namespace_of,
+    parse_attachment_id, snapshot_id, volume_id,
 };
 pub use rest::Rest;
 pub use storage_infra::{AttachedDisk, StorageInfra};

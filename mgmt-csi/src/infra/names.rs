@@ -6,6 +6,9 @@ use infra_api::{AttachmentId, InvalidId, SnapshotId, VolumeId};
 use kube_kit::informer::Key;
 use sha2::{Digest, Sha256};
 
+/// Prefix of the IDs of attachments to hosts. No namespace and a dot: so they are no IDs of a `VolumeAttachment`.
+const HOST_PREFIX: &str = "host-";
+
 /// Maximum length of a CSI name that is used as ID unchanged. Hashed IDs are longer, so that none of them equals the name of
 /// another volume.
 const LONGEST_PLAIN: usize = 63;
@@ -85,6 +88,16 @@ pub fn parse_attachment_id(id: &AttachmentId) -> Option<ParsedId> {
     Some(ParsedId::Name(Key::new(namespace, name)))
 }
 
+/// ID of an attachment to a host of the management cluster.
+pub fn host_attachment_id(unique: uuid::Uuid) -> AttachmentId {
+    AttachmentId::new(format!("{HOST_PREFIX}{unique}")).expect("letters, digits and hyphens are a valid ID")
+}
+
+/// Whether an ID is of an attachment to a host, which this driver made.
+pub fn is_host_attachment(id: &AttachmentId) -> bool {
+    id.as_str().strip_prefix(HOST_PREFIX).is_some_and(is_uid)
+}
+
 fn name_part(attachment: &Key) -> String {
     // Names chosen by the shim have at most 61 characters; only VolumeAttachments of other creators exceed this.
     const LONGEST: usize = 100;
@@ -131,6 +144,16 @@ mod tests {
         };
         assert_ne!(long("b", UID), long("c", UID));
         assert_ne!(long("b", UID), long("b", NEXT));
+    }
+
+    #[test]
+    fn the_id_of_an_attachment_to_a_host_is_that_of_no_volume_attachment() {
+        let id = host_attachment_id(UID.parse().unwrap());
+        assert!(is_host_attachment(&id));
+        assert_eq!((namespace_of(&id), parse_attachment_id(&id)), (None, None));
+        let attachment = attachment_id(&Key::new("host", "vm"), UID);
+        assert!(!is_host_attachment(&attachment));
+        assert!(!is_host_attachment(&AttachmentId::new("host-1").unwrap()));
     }
 
     #[test]

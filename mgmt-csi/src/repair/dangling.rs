@@ -22,7 +22,7 @@ use super::metrics::DANGLING_ATTACHMENT;
 use super::{CheckError, Repair, TIMEOUT, is_expected};
 use crate::cluster;
 use crate::event_reason::EventReason;
-use crate::infra::{Message, namespace_of};
+use crate::infra::{Message, is_host_attachment, namespace_of};
 use crate::volume_attachment::{Shared, is_reconciled};
 
 /// Timeout of a detach call. The detach continues in the storage infra.
@@ -69,7 +69,10 @@ impl Repair {
 
         let dangling: Vec<&Attachment> = infra_attachments
             .iter()
-            .filter(|infra_attachment| shared.attachment(&infra_attachment.id).is_none())
+            .filter(|infra_attachment| {
+                // Those of hosts end by ControllerUnpublishVolume.
+                !is_host_attachment(&infra_attachment.id) && shared.attachment(&infra_attachment.id).is_none()
+            })
             .collect();
         self.metrics.set_dangling(dangling.len());
         let due = self.due(&dangling);

@@ -93,9 +93,10 @@ struct ServeArgs {
     /// What clients may do whose certificates have no role, as those of earlier versions: everything, or nothing.
     #[arg(long, value_name = "ACCESS", value_enum, default_value_t = WithoutRole::Operator)]
     clients_without_role: WithoutRole,
-    /// A hypervisor, repeatable. NAME=libvirt:URI is a libvirt daemon. NAME=loop:DIR attaches volumes as loop devices
-    /// of this host, with links below DIR. NAME=simulated:DIR[,delay=50ms] only keeps records below DIR, for benchmarks
-    /// and tests.
+    /// A hypervisor, repeatable. NAME=libvirt:URI is a libvirt daemon. NAME=host:DIR attaches volumes to this host, for pods
+    /// of the management cluster: as loop devices, with links below DIR. For benchmarks and tests, NAME=loop:DIR attaches
+    /// volumes as loop devices of this host, which stands in for VMs, and NAME=simulated:DIR[,delay=50ms] only keeps
+    /// records below DIR.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
     /// Zone of a hypervisor, repeatable: nodes on it have this zone unless they are registered with another one.
@@ -147,17 +148,20 @@ fn interval(text: &str) -> Result<Duration, String> {
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
-    let usage = "must be NAME=libvirt:URI, NAME=loop:DIR or NAME=simulated:DIR[,delay=50ms]";
+    let usage = "must be NAME=libvirt:URI, NAME=host:DIR, NAME=loop:DIR or NAME=simulated:DIR[,delay=50ms]";
     let (name, target) = text.split_once('=').ok_or(usage)?;
     if name.is_empty() {
         return Err(usage.into());
     }
     let target = match target.split_once(':') {
         Some(("libvirt", uri)) if !uri.is_empty() => HypervisorTarget::Libvirt(uri.to_owned()),
+        Some(("host", dir)) if dir.starts_with('/') => HypervisorTarget::Host(dir.into()),
         Some(("loop", dir)) if dir.starts_with('/') => HypervisorTarget::Loop(dir.into()),
         Some(("simulated", text)) if text.starts_with('/') => simulated(text).ok_or(usage)?,
-        Some(("loop" | "simulated", _)) => {
-            return Err("the directory of a loop or simulated hypervisor must be an absolute path".into());
+        Some(("host" | "loop" | "simulated", _)) => {
+            return Err(
+                "the directory of a host, loop or simulated hypervisor must be an absolute path".into()
+            );
         }
         _ => return Err(usage.into()),
     };
@@ -273,6 +277,7 @@ mod tests {
         let flag = hypervisor("kvm=libvirt:qemu+tls://host/system").unwrap();
         assert_eq!(flag.target, HypervisorTarget::Libvirt("qemu+tls://host/system".into()));
         assert_eq!(hypervisor("l=loop:/run/x").unwrap().target, HypervisorTarget::Loop("/run/x".into()));
+        assert_eq!(hypervisor("h=host:/run/x").unwrap().target, HypervisorTarget::Host("/run/x".into()));
         let slow = HypervisorTarget::Simulated("/run/x".into(), Duration::from_millis(50));
         assert_eq!(hypervisor("s=simulated:/run/x,delay=50ms").unwrap().target, slow);
         for bad in ["kvm", "=loop:/x", "a=loop:x", "a=libvirt:", "a=xen:/x", "a=simulated:/x,delay=5"] {

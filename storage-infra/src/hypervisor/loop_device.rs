@@ -1,16 +1,19 @@
-//! Loop device hypervisor: attaches disks as loop devices of this host, which stands in for every virtual machine. A
-//! symbolic link `wwn-0x…` in a directory per node stands in for the link that udev would create inside the virtual
-//! machine.
+//! Loop device hypervisors: attach disks as loop devices of this host. A symbolic link `wwn-0x…` in a directory per node
+//! stands in for the link that udev would create inside a virtual machine. There are two kinds:
+//!
+//! - `host`: this host is one node, for pods that run on it. Other nodes are other hosts, which it cannot reach. Beside each
+//!   link is a record of its device, because the node plugin must not take another device for it.
+//! - `loop`: this host stands in for every virtual machine, for tests.
 //!
 //! Setting up a device and creating its link are two steps. No one observes the state in between: callers keep the
 //! volume locked, and only devices of the volume's own file are changed.
 //!
 //! Loop devices cannot be throttled, so QoS limits are stored and not applied. The number of disks is not limited.
 //!
-//! A virtual machine counts as running unless the file `<node>.state` in the root directory contains `paused` or `off`.
-//! One that is not registered is found by its directory, or by its state file.
-//! A paused one does not release its disks, one that is off accepts none. A disk counts as detached only when its loop
-//! device is gone.
+//! A host runs, because the server does. A virtual machine counts as running unless the file `<node>.state` in the root
+//! directory contains `paused` or `off`. One that is not registered is found by its directory, or by its state file. A
+//! paused one does not release its disks, one that is off accepts none. A disk counts as detached only when its loop device
+//! is gone.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -21,10 +24,10 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use rustix::fs::{major, minor};
-use serde::Deserialize;
-use tokio::process::Command;
 use uuid::Uuid;
 
+use super::host::ThisHost;
+use super::losetup::{Device, devices, losetup};
 use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, MirroredDisk, NodeFacts, PausedVm,
     Power as NodePower, Presence, Result, wwn,
@@ -40,6 +43,8 @@ const INCOMPLETE_PREFIX: &str = ".new-";
 /// Loop devices on this host, with links below a root directory.
 pub struct LoopDevices {
     root: PathBuf,
+    /// The only node; without it, the host plays every virtual machine.
+    host: Option<ThisHost>,
 }
 
 /// Power state of a virtual machine, from its state file.
@@ -50,86 +55,9 @@ enum Power {
     Off,
 }
 
-/// A loop device that is backed by a file.
-#[derive(Debug, Clone, PartialEq)]
-struct Device {
-    name: PathBuf,
-    file: Option<PathBuf>,
-    inode: u64,
-    filesystem: String,
-    read_only: bool,
-    autoclear: bool,
-}
-
-/// A device as listed by `losetup`. Fields are null if the device disappeared meanwhile.
-#[derive(Deserialize)]
-struct Listed {
-    name: PathBuf,
-    #[serde(rename = "back-file")]
-    file: Option<PathBuf>,
-    #[serde(rename = "back-ino")]
-    inode: Option<u64>,
-    #[serde(rename = "back-maj:min")]
-    filesystem: Option<String>,
-    #[serde(rename = "ro")]
-    read_only: Option<bool>,
-    autoclear: Option<bool>,
-}
-
-impl Listed {
-    /// `None` if the device has no backing file: the kernel has released it.
-    fn backed(self) -> Option<Device> {
-        Some(Device {
-            name: self.name,
-            file: self.file,
-            inode: self.inode?,
-            filesystem: self.filesystem?,
-            read_only: self.read_only.unwrap_or(false),
-            // If unknown, the device is being removed.
-            autoclear: self.autoclear.unwrap_or(true),
-        })
-    }
-}
-
-#[derive(Deserialize)]
-struct Devices {
-    loopdevices: Vec<Listed>,
-}
-
 fn uncertain(action: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
     let what = format!("cannot {action} {}", path.display());
     move |error| HypervisorError::Uncertain(format!("{what}: {error}"))
-}
-
-async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
-    let first = arguments.first().map(|argument| argument.to_string_lossy());
-    let verb = first.as_deref().map(|first| first.trim_start_matches('-')).filter(|verb| *verb != "list");
-    let point = || verb.map(|verb| format!("hypervisor.losetup.{verb}"));
-    let run = Command::new("losetup").args(arguments).output();
-    let output = fail_point::around_async(point, run)
-        .await
-        .map_err(|e| HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}")))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
-}
-
-/// Lists all loop devices in use, as the kernel reports them.
-async fn devices() -> Result<Vec<Device>> {
-    let columns = "NAME,BACK-FILE,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
-    let text =
-        losetup(&["--list".as_ref(), "--json".as_ref(), "--output".as_ref(), columns.as_ref()]).await?;
-    if text.trim().is_empty() {
-        return Ok(Vec::new());
-    }
-    parse(&text).map_err(|e| HypervisorError::Uncertain(format!("cannot parse the output of losetup: {e}")))
-}
-
-fn parse(list: &str) -> serde_json::Result<Vec<Device>> {
-    let list: Devices = serde_json::from_str(list)?;
-    Ok(list.loopdevices.into_iter().filter_map(Listed::backed).collect())
 }
 
 /// The backing file of a disk, compared by inode because a path can be written in several ways.
@@ -141,7 +69,11 @@ struct Backing {
 
 impl Backing {
     fn of(disk: &Disk) -> Result<Option<Self>> {
-        let path = disk.source.file().map_err(HypervisorError::Refused)?;
+        let path = disk.source.file().map_err(|why| {
+            HypervisorError::Unsupported(format!(
+                "only files are attached as loop devices of a host, and {why}"
+            ))
+        })?;
         match fs::metadata(path) {
             Ok(meta) => Ok(Some(Self {
                 path: path.to_owned(),
@@ -160,14 +92,20 @@ impl Backing {
 }
 
 fn no_copies(disk: &Disk) -> HypervisorError {
-    let why = "hypervisors of kind loop cannot exchange the file of an attached disk; detach it first";
+    let why = "hypervisors of the kinds host and loop cannot exchange the file of an attached disk; detach it first";
     HypervisorError::Refused(format!("the disk {}: {why}", disk.uuid))
 }
 
 impl LoopDevices {
-    /// Creates links named `<root>/<node>/wwn-0x<wwn>`.
+    /// Plays every virtual machine, with links named `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), host: None }
+    }
+
+    /// This host as a node, with links of the same names. Its UUID is in the root directory.
+    pub fn of_this_host(root: impl Into<PathBuf>) -> io::Result<Self> {
+        let root = root.into();
+        Ok(Self { host: Some(ThisHost::of(&root)?), root })
     }
 
     fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
@@ -184,6 +122,9 @@ impl LoopDevices {
     }
 
     fn power(&self, node: Uuid) -> Result<Power> {
+        if let Some(host) = self.host {
+            return host.check(node).map(|()| Power::On);
+        }
         let file = self.state_file(node);
         match fs::read_to_string(&file) {
             Ok(text) => match text.trim() {
@@ -213,7 +154,7 @@ impl LoopDevices {
         let mut found = HashSet::new();
         for node in list(&self.root)? {
             for link in list(&node)?.into_iter().filter(|link| !is_incomplete(link)) {
-                if let Ok(target) = fs::read_link(&link) {
+                if let Some(target) = self.target(&link)? {
                     found.insert(target);
                 }
             }
@@ -221,9 +162,19 @@ impl LoopDevices {
         Ok(found)
     }
 
+    /// The device that a link points to. A link of a host counts only if it is the same device as when it was made.
+    fn target(&self, link: &Path) -> Result<Option<PathBuf>> {
+        let Ok(target) = fs::read_link(link) else { return Ok(None) };
+        let stands = match self.host {
+            Some(host) => host.is_recorded(link, &target)?,
+            None => true,
+        };
+        Ok(stands.then_some(target))
+    }
+
     /// The device that a node's link points to, if the disk's file still backs it.
     fn linked_device(&self, node: Uuid, disk: &Disk, devices: &[Device]) -> Result<Option<Device>> {
-        let Ok(target) = fs::read_link(self.link(node, disk.uuid)) else { return Ok(None) };
+        let Some(target) = self.target(&self.link(node, disk.uuid))? else { return Ok(None) };
         let Some(backing) = Backing::of(disk)? else { return Ok(None) };
         // After a reboot or a manual detach, the device number may stand for another file.
         Ok(devices.iter().find(|device| device.name == target && backing.backs(device)).cloned())
@@ -239,6 +190,9 @@ impl LoopDevices {
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let fresh = self.incomplete_link(node, disk);
         remove(&fresh)?;
+        if let Some(host) = self.host {
+            host.record(&link, device)?;
+        }
         symlink(device, &fresh).map_err(uncertain("create", &fresh))?;
         let rename = || fs::rename(&fresh, &link);
         fail_point::around(|| Some("hypervisor.link".into()), rename).map_err(uncertain("create", &link))
@@ -290,7 +244,7 @@ fn remove(path: &Path) -> Result<()> {
 #[async_trait]
 impl Hypervisor for LoopDevices {
     fn kind(&self) -> &'static str {
-        "loop"
+        if self.host.is_some() { "host" } else { "loop" }
     }
 
     async fn check(&self) -> Result<()> {
@@ -305,12 +259,16 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn find(&self, node: Uuid) -> Result<NodePower> {
-        let is_here = self.root.join(node.to_string()).is_dir() || self.state_file(node).exists();
+        let is_here = match self.host {
+            Some(host) => host.is(node),
+            None => self.root.join(node.to_string()).is_dir() || self.state_file(node).exists(),
+        };
         if is_here { Ok(self.facts(node)?.power) } else { Ok(NodePower::Gone) }
     }
 
     async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
-        nodes.iter().map(|node| Ok((*node, self.facts(*node)?))).collect()
+        let known = nodes.iter().filter(|node| self.host.is_none_or(|host| host.is(**node)));
+        known.map(|node| Ok((*node, self.facts(*node)?))).collect()
     }
 
     async fn running(&self) -> Result<HashSet<Uuid>> {
@@ -339,7 +297,7 @@ impl Hypervisor for LoopDevices {
             let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let Ok(node) = name.parse() else { continue };
             for link in list(&dir)?.into_iter().filter(|link| !is_incomplete(link)) {
-                let Ok(target) = fs::read_link(&link) else { continue };
+                let Some(target) = self.target(&link)? else { continue };
                 let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
                 let Some(file) = device.file.clone() else { continue };
                 let link = link.file_name().and_then(|link| link.to_str()?.strip_prefix("wwn-0x"));
@@ -432,6 +390,9 @@ impl Hypervisor for LoopDevices {
         }
         remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
+        if let Some(host) = self.host {
+            host.forget(&link)?;
+        }
         Ok(DetachOutcome::Detached)
     }
 
@@ -492,6 +453,11 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {
+        if self.host.is_some() {
+            let why =
+                "is a host, which the server does not power off: stop what uses the disk, and detach it";
+            return Err(HypervisorError::Refused(format!("node {node} {why}")));
+        }
         let (file, fresh) = (self.state_file(node), self.root.join(format!("{INCOMPLETE_PREFIX}{node}")));
         // Atomic: concurrent readers see either the old or the new state.
         fs::write(&fresh, "off").and_then(|()| fs::rename(&fresh, &file)).map_err(uncertain("write", &file))
@@ -500,15 +466,34 @@ impl Hypervisor for LoopDevices {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use infra_api::{DiskOptions, OnFull, Qos};
 
-    #[test]
-    fn a_device_that_disappears_during_listing_is_omitted() {
-        let list = r#"{"loopdevices": [
-            {"name": "/dev/loop0", "back-ino": 7, "back-maj:min": "254:0", "ro": true, "autoclear": false},
-            {"name": "/dev/loop1", "back-ino": null, "back-maj:min": null, "ro": false, "autoclear": false}]}"#;
-        let devices = parse(list).unwrap();
-        assert_eq!(devices.len(), 1);
-        assert_eq!((devices[0].inode, devices[0].read_only, devices[0].autoclear), (7, true, false));
+    use super::*;
+    use crate::hypervisor::{CephClient, RbdImage, RbdSource};
+
+    #[tokio::test]
+    async fn an_rbd_image_is_not_attached_to_a_host_and_the_error_says_so() {
+        let root = tempfile::tempdir().unwrap();
+        let host = LoopDevices::of_this_host(root.path()).unwrap();
+        let node = host_links::HostLinks::at(root.path()).node().unwrap().unwrap();
+        let client = CephClient {
+            conf: "/etc/ceph/ceph.conf".into(),
+            user: "nestor".into(),
+            keyring: "/etc/ceph/keyring".into(),
+            secret: Uuid::from_u128(1),
+        };
+        let image = RbdImage::parse("vms/pvc-1").unwrap();
+        let disk = Disk {
+            uuid: Uuid::from_u128(2),
+            source: DiskSource::Rbd(RbdSource { image, client }),
+            read_only: false,
+            shared: false,
+            qos: Qos::default(),
+            on_full: OnFull::default(),
+            options: DiskOptions::default(),
+        };
+        let refused = host.attach(node, &disk).await.unwrap_err();
+        assert!(matches!(refused, HypervisorError::Unsupported(_)), "{refused}");
+        assert!(refused.to_string().contains("the RBD image vms/pvc-1 is not a file"), "{refused}");
     }
 }

@@ -1,8 +1,10 @@
 //! Hypervisors: attach disks to virtual machines. Which disks are attached is always read from live state, never from
 //! records.
 
+mod host;
 pub mod libvirt;
 pub mod loop_device;
+mod losetup;
 pub mod simulated;
 pub mod source;
 
@@ -31,6 +33,9 @@ pub enum HypervisorError {
     /// The hypervisor refused, and its live state confirms that the disk is not attached.
     #[error("{0}")]
     Refused(String),
+    /// The hypervisor cannot attach a disk of this kind of storage. The disk is not attached.
+    #[error("{0}")]
+    Unsupported(String),
     /// The virtual machine has migrated to another host with its disks. The hypervisor still has its configuration.
     #[error("{0}")]
     Migrated(String),

@@ -268,10 +268,11 @@ const SILENT: &[(&str, &str, &str, &str)] =
     &[(ACCOUNT, "volumeattachments", "list", "the trace searches the VMs instead")];
 
 /// Roles of the sidecars, which follow the sidecars' own manifests.
-const OF_SIDECARS: [&str; 8] = [
+const OF_SIDECARS: [&str; 9] = [
     "Role nestor:csi-provisioner",
     "Role nestor:capacity-owner",
     "ClusterRole nestor:csi-attacher",
+    "ClusterRole nestor:mgmt-csi-attacher",
     "ClusterRole nestor:csi-provisioner",
     "ClusterRole nestor:csi-resizer",
     "ClusterRole nestor:csi-snapshotter",

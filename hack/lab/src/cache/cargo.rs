@@ -13,10 +13,11 @@ use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
 /// The crates whose programs a lab runs.
-const CRATES: [&str; 7] = [
+const CRATES: [&str; 8] = [
     "gc-csi",
     "gc-csi-node",
     "mgmt-csi",
+    "mgmt-csi-node",
     "vm-operator-shim",
     "nestor-console",
     "storage-infra",

@@ -14,10 +14,11 @@ use crate::cli::Cli;
 use crate::process::{command, run};
 
 /// The programs of a release.
-const PROGRAMS: [&str; 7] = [
+const PROGRAMS: [&str; 8] = [
     "gc-csi",
     "gc-csi-node",
     "mgmt-csi",
+    "mgmt-csi-node",
     "vm-operator-shim",
     "nestor-console",
     "storage-infra",

@@ -40,7 +40,7 @@ pub(crate) struct Image {
     user: &'static str,
 }
 
-const IMAGES: [Image; 6] = [
+const IMAGES: [Image; 7] = [
     Image {
         name: "gc-csi",
         program: "gc-csi",
@@ -64,6 +64,14 @@ const IMAGES: [Image; 6] = [
         user: NOBODY,
     },
     Image {
+        name: "mgmt-csi-node",
+        program: "mgmt-csi-node",
+        description: "Nestor's CSI driver for the management cluster: node plugin with the filesystem tools",
+        packages: &["e2fsprogs", "xfsprogs", "btrfs-progs", "util-linux", "mount", "kmod"],
+        // It mounts and opens disks.
+        user: "0:0",
+    },
+    Image {
         name: "vm-operator-shim",
         program: "vm-operator-shim",
         description: "VirtualMachine.spec.volumes to VolumeAttachment, where no VM Operator is installed",
@@ -81,7 +89,8 @@ const IMAGES: [Image; 6] = [
         name: "storage-infra",
         program: "storage-infra",
         description: "Nestor's storage infra: volumes as files in pools, and disks of libvirt VMs",
-        packages: &["libvirt0", "libvirt-clients", "util-linux"],
+        // The last has losetup.
+        packages: &["libvirt0", "libvirt-clients", "util-linux", "mount"],
         // The QEMU processes of libvirt open its files; their user differs between hosts.
         user: "0:0",
     },

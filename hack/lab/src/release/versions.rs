@@ -9,10 +9,11 @@ use crate::images::{Programs, VERSION};
 use crate::process::{command, run};
 use crate::run::repository;
 
-const PROGRAMS: [&str; 7] = [
+const PROGRAMS: [&str; 8] = [
     "gc-csi",
     "gc-csi-node",
     "mgmt-csi",
+    "mgmt-csi-node",
     "vm-operator-shim",
     "nestor-console",
     "storage-infra",

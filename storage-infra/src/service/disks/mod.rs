@@ -83,7 +83,7 @@ impl Disks {
             HypervisorError::NotRunning(_) => {
                 is_new || matches!(self.prove_detached(context, &disk).await, Ok(DetachOutcome::Detached))
             }
-            HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
+            HypervisorError::Refused(_) | HypervisorError::Full(_) | HypervisorError::Unsupported(_) => true,
             HypervisorError::NotActive(_)
             | HypervisorError::Migrated(_)
             | HypervisorError::Unreachable(_)

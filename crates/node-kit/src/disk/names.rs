@@ -17,8 +17,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::FindError;
+use super::{FindError, Identity, is_recorded, sysfs};
 use crate::blocking::blocking;
+use crate::mount_table::DeviceNumber;
 
 /// Interval at which a waiting call also polls, in case inotify is unavailable, such as when all instances of the node are in
 /// use.
@@ -29,8 +30,9 @@ const MAX_LISTED: usize = 30;
 
 /// The watched directory of disk names.
 #[derive(Debug, Clone)]
-pub(crate) struct DiskNames {
+pub struct DiskNames {
     dir: PathBuf,
+    identity: Identity,
     changed: watch::Receiver<()>,
 }
 
@@ -44,8 +46,8 @@ pub(super) struct DiskLink {
 }
 
 impl DiskNames {
-    /// Watches a directory until `stop`.
-    pub(crate) fn watch(dir: PathBuf, stop: CancellationToken) -> Self {
+    /// Watches a directory until `stop`. `identity`: how its devices are verified.
+    pub fn watch(dir: PathBuf, identity: Identity, stop: CancellationToken) -> Self {
         let (sender, changed) = watch::channel(());
         let watched = dir.clone();
         let until = stop.clone();
@@ -57,12 +59,17 @@ impl DiskNames {
                 drop(sender);
             }
         });
-        Self { dir, changed }
+        Self { dir, identity, changed }
     }
 
     /// The directory.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// How its devices are verified.
+    pub(crate) fn identity(&self) -> Identity {
+        self.identity
     }
 
     /// Checks that the directory is readable, or can still be created in an existing ancestor.
@@ -77,8 +84,8 @@ impl DiskNames {
 
     /// Looks up the disk.
     pub(super) async fn lookup(&self, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
-        let dir = self.dir.clone();
-        blocking(move || lookup(&dir, uuid)).await
+        let (dir, identity) = (self.dir.clone(), self.identity);
+        blocking(move || lookup(&dir, uuid, identity)).await
     }
 
     /// Waits for the disk, at most until `until`.
@@ -108,12 +115,13 @@ impl DiskNames {
             dir: self.dir.clone(),
             names: crds::names::disk_by_id(&uuid.to_string()).join(", "),
             existing,
+            advice: self.identity.not_attached(),
         }
     }
 }
 
 /// Looks up each possible name of a disk UUID.
-fn lookup(dir: &Path, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
+fn lookup(dir: &Path, uuid: Uuid, identity: Identity) -> Result<Option<DiskLink>, FindError> {
     let mut found: Option<DiskLink> = None;
     for name in crds::names::disk_by_id(&uuid.to_string()) {
         let link = dir.join(name);
@@ -123,6 +131,9 @@ fn lookup(dir: &Path, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(source) => return Err(FindError::Io { what: link, source }),
         };
+        if identity == Identity::Recorded && !is_current(&link, &device)? {
+            continue;
+        }
         match &found {
             Some(first) if first.device != device => {
                 return Err(FindError::Ambiguous {
@@ -136,6 +147,12 @@ fn lookup(dir: &Path, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
         }
     }
     Ok(found)
+}
+
+/// Whether a link of a host still stands for its device: after a reboot it is there, and points to any device.
+fn is_current(link: &Path, device: &Path) -> Result<bool, FindError> {
+    let Some(number) = DeviceNumber::of_block_device(device) else { return Ok(false) };
+    is_recorded(link, &sysfs(number)).map_err(|source| FindError::Io { what: link.to_owned(), source })
 }
 
 /// Existing names, for an error.
@@ -218,7 +235,7 @@ mod tests {
 
     fn names(dir: &Path) -> (DiskNames, tokio_util::sync::DropGuard) {
         let stop = CancellationToken::new();
-        (DiskNames::watch(dir.to_owned(), stop.clone()), stop.drop_guard())
+        (DiskNames::watch(dir.to_owned(), Identity::Reported, stop.clone()), stop.drop_guard())
     }
 
     #[tokio::test]
@@ -258,7 +275,33 @@ mod tests {
             std::fs::write(root.path().join(device), "").unwrap();
             symlink(device, root.path().join(name)).unwrap();
         }
-        let error = lookup(root.path(), UUID.parse().unwrap()).unwrap_err();
+        let error = lookup(root.path(), UUID.parse().unwrap(), Identity::Reported).unwrap_err();
         assert!(matches!(error, FindError::Ambiguous { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_link_of_a_host_without_a_record_of_its_device_is_stale() {
+        let root = tempfile::tempdir().unwrap();
+        let link = root.path().join("wwn-0x6f9c1b2a0d3e4f5a");
+        symlink("/dev/null", &link).unwrap();
+        let found = |identity| lookup(root.path(), UUID.parse().unwrap(), identity).unwrap();
+        assert!(found(Identity::Reported).is_some());
+        assert_eq!(found(Identity::Recorded), None, "not a block device");
+        let Some(device) = block_device() else { return };
+        std::fs::remove_file(&link).unwrap();
+        symlink(&device, &link).unwrap();
+        assert_eq!(found(Identity::Recorded), None, "no record");
+        let number = DeviceNumber::of_block_device(&device).unwrap();
+        host_links::DeviceRecord::of(&sysfs(number)).unwrap().write(&link).unwrap();
+        assert_eq!(found(Identity::Recorded).map(|found| found.device), Some(device));
+        std::fs::write(root.path().join(".device-wwn-0x6f9c1b2a0d3e4f5a"), "another-boot 1\n").unwrap();
+        assert_eq!(found(Identity::Recorded), None, "of another boot");
+    }
+
+    /// Any block device of this machine.
+    fn block_device() -> Option<PathBuf> {
+        let devices = std::fs::read_dir("/sys/block").ok()?.flatten();
+        let paths = devices.map(|device| Path::new("/dev").join(device.file_name()));
+        paths.into_iter().find(|path| DeviceNumber::of_block_device(path).is_some())
     }
 }

@@ -8,16 +8,16 @@ const STAGING: &str = "plugins/kubernetes.io/csi";
 
 /// kubelet's root directory and the driver names that this program serves.
 #[derive(Debug, Clone)]
-pub(crate) struct Kubelet {
+pub struct Kubelet {
     /// Root directory, symlinks resolved.
-    pub(crate) dir: PathBuf,
+    pub dir: PathBuf,
     /// The driver's own name and the legacy name, if configured.
-    pub(crate) drivers: Vec<String>,
+    pub drivers: Vec<String>,
 }
 
 impl Kubelet {
     /// Returns the driver name whose volumes kubelet stages at this path, or None if it is not a staging path of the driver.
-    pub(crate) fn staged_under(&self, path: &Path) -> Option<&str> {
+    pub fn staged_under(&self, path: &Path) -> Option<&str> {
         let below = path.strip_prefix(self.dir.join(STAGING)).ok()?;
         let parts: Vec<_> = below.components().map(Component::as_os_str).collect();
         let [driver, _, last] = parts.as_slice() else { return None };

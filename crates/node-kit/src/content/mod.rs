@@ -12,7 +12,8 @@ mod probe;
 
 use uuid::Uuid;
 
-pub(crate) use self::attestation::{Attestations, Permit, RecordError, UsedAttestations};
+pub use self::attestation::UsedAttestations;
+pub(crate) use self::attestation::{Attestations, Permit, RecordError};
 use self::backup_superblock::{BackupSuperblock, NonzeroData};
 pub(crate) use self::format::{FormatError, format};
 pub(crate) use self::marker::FormatToken;
@@ -99,10 +100,7 @@ pub(crate) enum Refusal {
     /// Not attested blank.
     #[error(
         "it reads as empty, but it is not attested blank, as only a volume is that was created without a source and never \
-         written; it was not changed. If its data is not needed, {MANUAL_FORMAT}. If VirtualMachine.status.volumes has no \
-         blankAttestation for any new disk, the VM Operator or the storage infra does not report attestations, which every new \
-         disk needs. With KubeVirt, new disks are attested if the management StorageClass has the annotation \
-         nestor.dev/new-volumes: blank, and only under their first attachment"
+         written; it was not changed. If its data is not needed, {MANUAL_FORMAT}."
     )]
     NotAttested,
     /// Used since it was attested blank.

@@ -16,20 +16,20 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// CSI endpoint of one driver name.
 #[derive(Debug, Clone)]
-pub(crate) struct DriverEndpoint {
+pub struct DriverEndpoint {
     /// Driver name.
-    pub(crate) driver: String,
+    pub driver: String,
     /// CSI socket.
-    pub(crate) csi_socket: Endpoint,
+    pub csi_socket: Endpoint,
     /// Registration socket for kubelet; None if node-driver-registrar registers the driver.
-    pub(crate) registration: Option<Endpoint>,
+    pub registration: Option<Endpoint>,
     /// Host path of the CSI socket, for kubelet.
-    pub(crate) kubelet_endpoint: PathBuf,
+    pub kubelet_endpoint: PathBuf,
 }
 
 impl DriverEndpoint {
     /// `registration` and `kubelet_endpoint` are the values of the flags.
-    pub(crate) fn new(
+    pub fn new(
         driver: &str,
         endpoint: Endpoint,
         registration: Option<&str>,

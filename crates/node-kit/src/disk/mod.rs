@@ -9,12 +9,13 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use host_links::DeviceRecord;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use self::identity::{Comparison, Identifiers};
 use self::names::DiskLink;
-pub(crate) use self::names::DiskNames;
+pub use self::names::DiskNames;
 use super::blocking::blocking;
 use super::mount_table::DeviceNumber;
 
@@ -24,6 +25,42 @@ const LOOP_MAJOR: u32 = 7;
 const SYSFS_SECTOR: u64 = 512;
 /// Poll interval while waiting for a disk to be resized.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
+
+/// How a device proves that it is the disk of its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Identity {
+    /// By the serial or the WWN that it reports, in a VM. A loop device reports none: its name is its only identity.
+    Reported,
+    /// By the record that the storage infra wrote beside the name, on a host: see [`host_links`].
+    Recorded,
+}
+
+impl Identity {
+    /// What to check if a disk is not attached.
+    fn not_attached(self) -> &'static str {
+        match self {
+            Self::Reported => {
+                "If the VirtualMachine reports the volume as attached, check the node's disks and udev"
+            }
+            Self::Recorded => {
+                "If the VolumeAttachment reports the volume as attached, check that storage-infra runs on this host; it attaches \
+                 disks again after a reboot"
+            }
+        }
+    }
+
+    /// Why new disks may have no attestation, with a space before it.
+    pub(crate) fn no_attestation(self) -> &'static str {
+        match self {
+            Self::Reported => {
+                " If VirtualMachine.status.volumes has no blankAttestation for any new disk, the VM Operator or the storage \
+                 infra does not report attestations, which every new disk needs. With KubeVirt, new disks are attested if the \
+                 management StorageClass has the annotation nestor.dev/new-volumes: blank, and only under their first attachment"
+            }
+            Self::Recorded => "",
+        }
+    }
+}
 
 /// A disk with verified identity.
 #[derive(Debug)]
@@ -62,7 +99,7 @@ pub(crate) enum FindError {
     /// The disk is not attached.
     #[error(
         "disk {uuid} is not attached to this node: none of the names {names} is in {}; {existing}. \
-         If the VirtualMachine reports the volume as attached, check the node's disks and udev", dir.display()
+         {advice}", dir.display()
     )]
     NotAttached {
         /// UUID of the disk.
@@ -73,6 +110,8 @@ pub(crate) enum FindError {
         names: String,
         /// Existing names.
         existing: String,
+        /// What to check.
+        advice: &'static str,
     },
     /// The disk's names point to different devices.
     #[error(
@@ -147,14 +186,17 @@ pub(crate) enum FindError {
 impl DiskNames {
     /// Waits for the disk until `until`.
     pub(crate) async fn wait_for_disk(&self, uuid: Uuid, until: Instant) -> Result<Disk, FindError> {
-        let found = self.wait_for(uuid, until).await?;
-        blocking(move || open(&found, uuid)).await
+        let (found, identity) = (self.wait_for(uuid, until).await?, self.identity());
+        blocking(move || open(&found, uuid, identity)).await
     }
 
     /// Returns the disk; fails if it is not attached.
     pub(crate) async fn disk(&self, uuid: Uuid) -> Result<Disk, FindError> {
         match self.lookup(uuid).await? {
-            Some(found) => blocking(move || open(&found, uuid)).await,
+            Some(found) => {
+                let identity = self.identity();
+                blocking(move || open(&found, uuid, identity)).await
+            }
             None => Err(self.not_attached(uuid).await),
         }
     }
@@ -162,7 +204,7 @@ impl DiskNames {
 
 /// Opens a device and verifies its identity: before opening, so that no other disk is opened, and after, when the kernel
 /// can no longer reuse the number.
-fn open(found: &DiskLink, uuid: Uuid) -> Result<Disk, FindError> {
+fn open(found: &DiskLink, uuid: Uuid, identity: Identity) -> Result<Disk, FindError> {
     let DiskLink { link, device } = found;
     let io = |what: &Path| {
         let what = what.to_owned();
@@ -174,13 +216,13 @@ fn open(found: &DiskLink, uuid: Uuid) -> Result<Disk, FindError> {
         return Err(FindError::NotADisk { link: link.clone(), device: device.clone(), what });
     }
     let number = DeviceNumber::from_raw(named.rdev());
-    verify(found, number, uuid)?;
+    verify(found, number, uuid, identity)?;
     let file = File::open(device).map_err(io(device))?;
     let opened = DeviceNumber::from_raw(file.metadata().map_err(io(device))?.rdev());
     if opened != number || !link.canonicalize().is_ok_and(|again| again == *device) {
         return Err(FindError::Changed { link: link.clone(), device: device.clone() });
     }
-    verify(found, number, uuid)?;
+    verify(found, number, uuid, identity)?;
     let sysfs = sysfs(number);
     let size = size(number).map_err(io(&sysfs))?;
     let read_only = attribute(number, "ro").map_err(io(&sysfs))? != 0;
@@ -188,11 +230,16 @@ fn open(found: &DiskLink, uuid: Uuid) -> Result<Disk, FindError> {
 }
 
 /// Verifies that the device with this number is the whole disk with this UUID.
-fn verify(found: &DiskLink, number: DeviceNumber, uuid: Uuid) -> Result<(), FindError> {
+fn verify(found: &DiskLink, number: DeviceNumber, uuid: Uuid, identity: Identity) -> Result<(), FindError> {
     let DiskLink { link, device } = found.clone();
     let sysfs = sysfs(number);
     if is_partition(number) {
         return Err(FindError::NotADisk { link, device, what: "a partition" });
+    }
+    if identity == Identity::Recorded {
+        let is_recorded =
+            is_recorded(&link, &sysfs).map_err(|source| FindError::Io { what: sysfs, source })?;
+        return if is_recorded { Ok(()) } else { Err(FindError::Changed { link, device }) };
     }
     // Loop devices have no serial: the name is their only identity.
     if number.major == LOOP_MAJOR {
@@ -205,8 +252,18 @@ fn verify(found: &DiskLink, number: DeviceNumber, uuid: Uuid) -> Result<(), Find
     }
 }
 
+/// Whether a device is the one of the record beside a link. A device that is gone is not.
+fn is_recorded(link: &Path, sysfs: &Path) -> io::Result<bool> {
+    let Some(record) = DeviceRecord::read(link)? else { return Ok(false) };
+    match DeviceRecord::of(sysfs) {
+        Ok(present) => Ok(present == record),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// sysfs directory of a device.
-pub(crate) fn sysfs(number: DeviceNumber) -> PathBuf {
+pub fn sysfs(number: DeviceNumber) -> PathBuf {
     PathBuf::from(format!("/sys/dev/block/{number}"))
 }
 

@@ -58,14 +58,14 @@ pub(crate) struct RecordError {
 
 /// Record of used attestations: one file per disk, which contains the attestation's ID.
 #[derive(Debug, Clone)]
-pub(crate) struct UsedAttestations {
+pub struct UsedAttestations {
     dir: PathBuf,
     by_id: PathBuf,
 }
 
 impl UsedAttestations {
     /// Opens the record in the state directory. `by_id` is the directory of disk names.
-    pub(crate) fn open(state_dir: &Path, by_id: &Path) -> io::Result<Self> {
+    pub fn open(state_dir: &Path, by_id: &Path) -> io::Result<Self> {
         let dir = state_dir.join(DIRECTORY);
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         Ok(Self { dir, by_id: by_id.to_owned() })

@@ -1,12 +1,15 @@
 //! CSI Node service: conversion between gRPC messages and the driver's operations.
 
+use std::fmt::Debug;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use csi::proto::node_service_capability::rpc::Type as Can;
 use csi::proto::{self, volume_usage::Unit};
 use csi::{Status, locks::VolumeLocks};
 use process_kit::operation;
+use tokio::time::Instant;
 use tonic::{Request, Response};
 
 use super::blocking::blocking;
@@ -14,7 +17,6 @@ use super::content::UsedAttestations;
 use super::disk::DiskNames;
 use super::kubelet::Kubelet;
 use super::stats::{Amount, Stats, Usage};
-use super::topology::ZoneSource;
 use super::{expand, publish, request, stage, stats, status};
 
 /// How long to wait for a disk if the caller sets no deadline.
@@ -30,23 +32,33 @@ const CAPABILITIES: [Can; 5] = [
     Can::SingleNodeMultiWriter,
 ];
 
+/// The topology of a node.
+#[tonic::async_trait]
+pub trait Topology: Debug + Send + Sync {
+    /// Whether the driver reports one.
+    fn is_reported(&self) -> bool;
+
+    /// The topology of the node with this ID, if the driver reports one. Waits until `until`.
+    async fn of_node(&self, id: &str, until: Instant) -> Result<Option<proto::Topology>, Status>;
+}
+
 /// The Node service.
 #[derive(Debug, Clone)]
-pub(crate) struct Node {
-    /// Name of the guest Node and of the VirtualMachine.
-    pub(crate) name: String,
+pub struct Node {
+    /// Node ID.
+    pub id: String,
     /// Maximum number of volumes; None if unknown.
-    pub(crate) max_volumes: Option<i64>,
-    /// Source of the node's zone.
-    pub(crate) zone: ZoneSource,
+    pub max_volumes: Option<i64>,
+    /// The node's topology.
+    pub topology: Arc<dyn Topology>,
     /// kubelet's directory layout.
-    pub(crate) kubelet: Kubelet,
+    pub kubelet: Kubelet,
     /// Disk lookup.
-    pub(crate) names: DiskNames,
+    pub names: DiskNames,
     /// Record of used attestations.
-    pub(crate) used: UsedAttestations,
+    pub used: UsedAttestations,
     /// Locks of volumes with an operation in progress.
-    pub(crate) locks: VolumeLocks,
+    pub locks: VolumeLocks,
 }
 
 impl Node {
@@ -168,9 +180,9 @@ impl proto::node_server::Node for Node {
     ) -> Result<Response<proto::NodeGetInfoResponse>, Status> {
         let until = csi::deadline::of(&call, DEFAULT_WAIT);
         Ok(Response::new(proto::NodeGetInfoResponse {
-            node_id: self.name.clone(),
+            node_id: self.id.clone(),
             max_volumes_per_node: self.max_volumes.unwrap_or(0),
-            accessible_topology: self.zone.topology(&self.name, until).await?,
+            accessible_topology: self.topology.of_node(&self.id, until).await?,
         }))
     }
 }

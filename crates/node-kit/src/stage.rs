@@ -77,7 +77,7 @@ pub(crate) enum StageError {
         difference: String,
     },
     /// The content of the disk does not permit it.
-    #[error("disk {disk} ({}) was not mounted: {reason}", device.display())]
+    #[error("disk {disk} ({}) was not mounted: {reason}{advice}", device.display())]
     Refused {
         /// UUID of the disk.
         disk: Uuid,
@@ -85,6 +85,8 @@ pub(crate) enum StageError {
         device: PathBuf,
         /// Reason.
         reason: Refusal,
+        /// What to do about it, with a space before it; empty if the reason says it.
+        advice: &'static str,
     },
     /// The content of the disk cannot be read.
     #[error("failed to determine the content of disk {disk}: {source}")]
@@ -194,7 +196,10 @@ pub(crate) async fn stage(
         .await
         .map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
     let permit = used.permit(disk.uuid, attestations).await?;
-    let refused = |reason| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), reason };
+    let refused = |reason| {
+        let advice = if reason == Refusal::NotAttested { names.identity().no_attestation() } else { "" };
+        StageError::Refused { disk: disk.uuid, device: disk.path.clone(), reason, advice }
+    };
     let plan = content::plan(found, filesystem.kind, read_only, permit).map_err(refused)?;
     let mount = PendingMount { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
     let kind = match plan {

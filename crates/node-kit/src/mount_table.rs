@@ -11,21 +11,21 @@ const MOUNTINFO: &str = "/proc/self/mountinfo";
 
 /// Device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct DeviceNumber {
+pub struct DeviceNumber {
     /// Major number: the driver.
-    pub(crate) major: u32,
+    pub major: u32,
     /// Minor number: the device.
-    pub(crate) minor: u32,
+    pub minor: u32,
 }
 
 impl DeviceNumber {
     /// Converts a raw `dev_t`.
-    pub(crate) fn from_raw(raw: u64) -> Self {
+    pub fn from_raw(raw: u64) -> Self {
         Self { major: rustix::fs::major(raw), minor: rustix::fs::minor(raw) }
     }
 
     /// Returns the number of the block device at `path`, or None if it is not one.
-    pub(crate) fn of_block_device(path: &Path) -> Option<Self> {
+    pub fn of_block_device(path: &Path) -> Option<Self> {
         let found = std::fs::metadata(path).ok()?;
         found.file_type().is_block_device().then(|| Self::from_raw(found.rdev()))
     }
@@ -39,37 +39,37 @@ impl fmt::Display for DeviceNumber {
 
 /// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Mount {
+pub struct Mount {
     /// Device number of the filesystem; anonymous (major 0) for btrfs and filesystems without a device.
-    pub(crate) device: DeviceNumber,
+    pub device: DeviceNumber,
     /// Directory or file within the filesystem that is mounted.
-    pub(crate) root: PathBuf,
+    pub root: PathBuf,
     /// Mount point.
-    pub(crate) point: PathBuf,
+    pub point: PathBuf,
     /// Options of this mount.
-    pub(crate) options: Vec<String>,
+    pub options: Vec<String>,
     /// Filesystem type.
-    pub(crate) fs_type: String,
+    pub fs_type: String,
     /// Mount source: the device's path if the filesystem has one.
-    pub(crate) source: PathBuf,
+    pub source: PathBuf,
     /// Superblock options, common to all mounts of the filesystem.
-    pub(crate) super_options: Vec<String>,
+    pub super_options: Vec<String>,
 }
 
 impl Mount {
     /// Whether the mount is read-only.
-    pub(crate) fn is_read_only(&self) -> bool {
+    pub fn is_read_only(&self) -> bool {
         self.options.iter().any(|option| option == "ro")
     }
 
     /// Whether the mounted file was deleted. The kernel shows the bind-mounted node of a removed device so; its device number
     /// may belong to another device.
-    pub(crate) fn is_deleted(&self) -> bool {
+    pub fn is_deleted(&self) -> bool {
         self.root.as_os_str().as_bytes().ends_with(b"//deleted")
     }
 
     /// Number of the block device. btrfs has an anonymous number, so it is taken from the mount source.
-    pub(crate) fn block_device(&self) -> Option<DeviceNumber> {
+    pub fn block_device(&self) -> Option<DeviceNumber> {
         match self.device.major {
             0 => DeviceNumber::of_block_device(&self.source),
             _ => Some(self.device),
@@ -77,14 +77,14 @@ impl Mount {
     }
 
     /// Whether both mounts show the same directory of the same filesystem.
-    pub(crate) fn has_same_root_as(&self, other: &Self) -> bool {
+    pub fn has_same_root_as(&self, other: &Self) -> bool {
         self.device == other.device && self.root == other.root && self.fs_type == other.fs_type
     }
 }
 
 /// Failure to read the mount table.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum MountTableError {
+pub enum MountTableError {
     /// The file cannot be read.
     #[error("failed to read {MOUNTINFO}: {0}")]
     Read(#[from] io::Error),
@@ -95,16 +95,16 @@ pub(crate) enum MountTableError {
 
 /// All mounts, in mount order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct MountTable(Vec<Mount>);
+pub struct MountTable(Vec<Mount>);
 
 impl MountTable {
     /// Reads the kernel's mount table. Blocks.
-    pub(crate) fn read() -> Result<Self, MountTableError> {
+    pub fn read() -> Result<Self, MountTableError> {
         Self::parse(&std::fs::read(MOUNTINFO)?)
     }
 
     /// Parses the format of mountinfo.
-    pub(crate) fn parse(text: &[u8]) -> Result<Self, MountTableError> {
+    pub fn parse(text: &[u8]) -> Result<Self, MountTableError> {
         let lines = text.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty());
         let mount = |(at, line): (usize, &[u8])| {
             parse_line(line)
@@ -114,18 +114,18 @@ impl MountTable {
     }
 
     /// Returns the topmost mount at `path`.
-    pub(crate) fn at(&self, path: &Path) -> Option<&Mount> {
+    pub fn at(&self, path: &Path) -> Option<&Mount> {
         self.0.iter().rev().find(|mount| mount.point == path)
     }
 
     /// All mounts.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Mount> {
+    pub fn iter(&self) -> impl Iterator<Item = &Mount> {
         self.0.iter()
     }
 
     /// Whether the kernel made the filesystem of `mount` read-only after an error: the superblock is read-only although a
     /// mount is not, or ext4 reports it as an option (newer kernels).
-    pub(crate) fn became_read_only(&self, mount: &Mount) -> bool {
+    pub fn became_read_only(&self, mount: &Mount) -> bool {
         let has_option = |option: &str| mount.super_options.iter().any(|found| found == option);
         let is_same = |other: &&Mount| other.device == mount.device && other.fs_type == mount.fs_type;
         let writable = || self.0.iter().filter(is_same).any(|other| !other.is_read_only());
@@ -133,11 +133,7 @@ impl MountTable {
     }
 
     /// Returns the other mounts of the same filesystem, below `dir`.
-    pub(crate) fn other_mounts_of<'a>(
-        &'a self,
-        mount: &'a Mount,
-        dir: &'a Path,
-    ) -> impl Iterator<Item = &'a Mount> {
+    pub fn other_mounts_of<'a>(&'a self, mount: &'a Mount, dir: &'a Path) -> impl Iterator<Item = &'a Mount> {
         self.0.iter().filter(move |other| {
             other.device == mount.device
                 && other.fs_type == mount.fs_type

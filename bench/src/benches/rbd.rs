@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use infra_api::EngineKind;
-use tests::{Scenario, eventually};
 use tests::pods::{self, PodScenario};
+use tests::{Scenario, eventually};
 
 use crate::objects::{Attachments, Claim, Claims};
 use crate::report::Report;

@@ -1,5 +1,6 @@
 //! Blocking calls on one connection, and what a domain's live state tells.
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use uuid::Uuid;
 use virt::connect::Connect;
 use virt::domain::{
@@ -9,8 +10,8 @@ use virt::domain::{
 use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
-use super::xml::{AttachError, LiveDomain};
-use super::{keyring, virsh};
+use super::keyring;
+use super::xml::{AttachError, LiveDomain, secret_xml};
 use crate::hypervisor::{
     CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage, RbdSource, Result,
 };
@@ -272,8 +273,17 @@ impl Session {
     /// Gives the daemon the key of a Ceph client, which it keeps in memory only: a daemon that was restarted has
     /// forgotten it.
     fn define_secret(&self, client: &CephClient) -> Result<()> {
+        let refused = |why: &str| {
+            HypervisorError::Refused(format!(
+                "libvirt at {}: the key of the Ceph client {} was not taken: {why}",
+                self.uri, client.user
+            ))
+        };
         let key = keyring::key(client).map_err(HypervisorError::Refused)?;
-        virsh::define_secret(&self.uri, client, &key)
+        let key = BASE64_STANDARD.decode(key).map_err(|error| refused(&error.to_string()))?;
+        let secret = self.connection.define_secret_xml(&secret_xml(client), 0);
+        let defined = secret.and_then(|secret| secret.set_value(&key, 0));
+        defined.map_err(|error| refused(error.message()))
     }
 
     /// Requests the detach of a disk.

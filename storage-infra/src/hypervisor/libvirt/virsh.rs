@@ -4,7 +4,6 @@
 //! Updating the device, which the binding supports, cannot replace `blkdeviotune`: libvirt 9.0 rejects it with "cannot
 //! modify field 'blkdeviotune total_bytes_sec' of the disk".
 
-use std::io::Write;
 use std::process::Stdio;
 
 use infra_api::Qos;
@@ -12,8 +11,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use uuid::Uuid;
 
-use super::xml::secret_xml;
-use crate::hypervisor::{CephClient, HypervisorError, Result};
+use crate::hypervisor::{HypervisorError, Result};
 
 /// How long one `virsh event` runs.
 const EVENTS_SECONDS: &str = "300";
@@ -78,36 +76,6 @@ pub(super) async fn events(uri: &str, changed: &(dyn Fn() + Send + Sync)) -> Res
 pub(super) async fn throttle(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Result<()> {
     let action = format!("set the limits of the disk {target} of domain {node}");
     virsh(uri, &action, &throttle_arguments(uri, node, target, qos)).await.map(drop)
-}
-
-/// Gives the daemon the key of a Ceph client. Input goes through pipes: others can read arguments. Blocks.
-pub(super) fn define_secret(uri: &str, client: &CephClient, key: &str) -> Result<()> {
-    let uuid = client.secret.to_string();
-    feed(uri, &["secret-define", "--file", "/dev/stdin"], &secret_xml(client))?;
-    feed(uri, &["secret-set-value", "--secret", &uuid, "--file", "/dev/stdin"], key)
-}
-
-/// Runs `virsh` with this input. Blocks.
-fn feed(uri: &str, arguments: &[&str], input: &str) -> Result<()> {
-    let refused = |why: &str| {
-        let action = arguments[0];
-        HypervisorError::Refused(format!(
-            "libvirt at {uri}: the key of the Ceph client was not taken: {action}: {why}"
-        ))
-    };
-    let mut command = std::process::Command::new("virsh");
-    command.args(["--quiet", "--connect", uri]).args(arguments).env("LC_ALL", "C");
-    let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
-    let mut child = child.map_err(|error| refused(&format!("cannot run virsh: {error}")))?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A virsh that ended early reports why.
-        let _ = stdin.write_all(input.as_bytes());
-    }
-    let output = child.wait_with_output().map_err(|error| refused(&error.to_string()))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(refused(String::from_utf8_lossy(&output.stderr).trim())),
-    }
 }
 
 /// A disk of a domain whose last request failed.

@@ -10,13 +10,14 @@ use anyhow::{Context, Result, ensure};
 use crds::names::{CONTEXT_BLANK_ATTESTATION, CONTEXT_DISK_UUID};
 use csi::proto::node_client::NodeClient;
 use csi::proto::volume_capability::access_mode::Mode;
+use csi::proto::volume_capability::{AccessMode, AccessType, MountVolume};
 use csi::proto::{
     CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest, NodeExpandVolumeRequest,
     NodeGetInfoRequest, NodeGetVolumeStatsRequest, NodePublishVolumeRequest, NodeStageVolumeRequest,
     NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
 };
 use lab::HostNode;
-use tests::driver::{Driver, block, mount, times_out};
+use tests::driver::{Driver, block, mount, new_volume, times_out};
 
 use tests::{MIB, PATIENCE, Scenario, bytes, eventually, run};
 use tonic::transport::Channel;
@@ -24,6 +25,9 @@ use tonic::{Code, Status};
 
 /// Longer than the storage infra waits for a disk that is in use.
 const BRIEFLY: Duration = Duration::from_secs(10);
+
+/// mkfs.xfs refuses less.
+const SMALLEST_XFS: i64 = 304 * MIB;
 
 type PublishContext = HashMap<String, String>;
 
@@ -140,9 +144,22 @@ impl Host {
     }
 }
 
+/// XFS, which root may expand without the capability CAP_SYS_RESOURCE that ext4 needs.
+fn xfs(mode: Mode) -> VolumeCapability {
+    let mount = MountVolume { fs_type: "xfs".to_owned(), ..MountVolume::default() };
+    VolumeCapability {
+        access_mode: Some(AccessMode { mode: mode.into() }),
+        access_type: Some(AccessType::Mount(mount)),
+    }
+}
+
 /// A new volume with its claim, and its ID in the storage infra, which is the handle of the management PersistentVolume.
 async fn volume(s: &Scenario) -> Result<(String, String)> {
-    let claim = s.volume().await?;
+    volume_of(s, 4 * MIB).await
+}
+
+async fn volume_of(s: &Scenario, bytes: i64) -> Result<(String, String)> {
+    let claim = s.driver.create(new_volume(&s.csi_name(), bytes, "nestor")).await?.volume_id;
     let handle = s.infra_volume(&claim).await?.id.to_string();
     Ok((claim, handle))
 }
@@ -184,19 +201,19 @@ async fn refuses_what_is_not_there(s: &Scenario, host: &Host) -> Result<()> {
 }
 
 async fn keeps_a_filesystem(s: &Scenario, host: &mut Host) -> Result<()> {
-    let (_, volume) = volume(s).await?;
-    let writer = || mount(Mode::SingleNodeWriter);
+    let (_, volume) = volume_of(s, SMALLEST_XFS).await?;
+    let writer = || xfs(Mode::SingleNodeWriter);
     let first = host.attach(&volume, writer()).await?;
     ensure!(first.contains_key(CONTEXT_BLANK_ATTESTATION), "a new disk is attested blank");
     assert_eq!(host.attach(&volume, writer()).await?, first, "a repeated attach");
-    let other = host.attach(&volume, mount(Mode::MultiNodeReaderOnly)).await.err();
+    let other = host.attach(&volume, xfs(Mode::MultiNodeReaderOnly)).await.err();
     assert_eq!(other.map(|refused| refused.code()), Some(Code::AlreadyExists));
     host.mount(&volume, &first, writer()).await?;
     host.mount(&volume, &first, writer()).await.context("repeated calls")?;
     let file = host.target(&volume).join("kept");
     std::fs::write(&file, "data")?;
     let before = host.size(&volume).await?;
-    let bigger = 64 * MIB;
+    let bigger = SMALLEST_XFS + 64 * MIB;
     ensure!(host.expand(&volume, bigger).await?, "kubelet must expand the mounted filesystem");
     host.expand_filesystem(&volume, bigger).await?;
     ensure!(host.size(&volume).await? > before, "the filesystem was not expanded");
@@ -242,7 +259,7 @@ async fn has_one_writer(s: &Scenario, host: &mut Host) -> Result<()> {
     let context = host.attach(&volume, writer()).await?;
     host.mount(&volume, &context, writer()).await?;
     let refused = s.driver.refusal(&claim, &vm.name, &writer()).await?;
-    ensure!(refused.code() == Code::FailedPrecondition, "{refused}");
+    ensure!(refused.code() == Code::Unavailable && refused.message().contains("VolumeInUse"), "{refused}");
     s.driver.unpublish(&claim, &vm.name).await?;
     std::fs::write(host.target(&volume).join("from-the-pod"), "")?;
     host.unmount(&volume).await?;

@@ -27,7 +27,7 @@ const OTHERS: [(&str, &str); 12] = [
         "--bump-revision --event-ttl --mark-compacted --watch-progress-notify-interval",
     ),
     ("virsh", "--state-paused --with-managed-save --live --persistent --undefinesource --copy-storage-all"),
-    ("ceph and rbd", "--allow-shrink --conf --format --image --long"),
+    ("ceph and rbd", "--allow-shrink --conf --image --long"),
     ("umount", "--lazy --force"),
     ("dpkg-query", "--show"),
     ("sha256sum", "--check"),

@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use serde::de::DeserializeOwned;
 
 use super::RbdLocation;
-use super::session::{Call, Sessions};
+use super::session::{Call, Opens, Sessions};
 use crate::engine::{EngineError, Result};
 
 /// Timeout in seconds of a call that only reads or changes metadata.
@@ -96,17 +96,17 @@ impl Ceph {
 
     /// Makes a request in a session.
     pub(super) fn call<T: DeserializeOwned>(&self, call: &Call<'_>) -> Result<T, CallError> {
-        match call {
-            Call::Monitors { .. } => self.monitors.call(call),
-            Call::SetMetadata { .. } | Call::Resize { .. } => {
+        match call.opens() {
+            Opens::Nothing => self.monitors.call(call),
+            Opens::ToRead => self.images.call(call),
+            Opens::ToWrite => {
                 let _opened = self.opened.read().unwrap_or_else(PoisonError::into_inner);
                 self.images.call(call)
             }
-            Call::Watchers { .. } => {
+            Opens::ToAskForClients => {
                 let _closed = self.opened.write().unwrap_or_else(PoisonError::into_inner);
                 self.images.call(call)
             }
-            _ => self.images.call(call),
         }
     }
 

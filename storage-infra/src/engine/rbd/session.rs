@@ -64,6 +64,44 @@ pub(super) enum Call<'a> {
     Close,
 }
 
+/// How a request opens an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Opens {
+    /// It is for the monitors.
+    Nothing,
+    /// Nobody sees it.
+    ToRead,
+    /// The session is a client that has the image open meanwhile.
+    ToWrite,
+    /// To ask which clients have it open.
+    ToAskForClients,
+}
+
+impl Call<'_> {
+    pub(super) fn opens(&self) -> Opens {
+        match self {
+            Self::Monitors { .. } => Opens::Nothing,
+            Self::Watchers { .. } => Opens::ToAskForClients,
+            Self::SetMetadata { .. }
+            | Self::RemoveMetadata { .. }
+            | Self::Resize { .. }
+            | Self::Cut { .. }
+            | Self::Write { .. }
+            | Self::Flush { .. } => Opens::ToWrite,
+            Self::Names { .. }
+            | Self::Size { .. }
+            | Self::Metadata { .. }
+            | Self::Create { .. }
+            | Self::Rename { .. }
+            | Self::Examine { .. }
+            | Self::Modified { .. }
+            | Self::Extents { .. }
+            | Self::Read { .. }
+            | Self::Close => Opens::ToRead,
+        }
+    }
+}
+
 /// An image in a request.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Image<'a> {

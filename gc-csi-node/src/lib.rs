@@ -5,7 +5,7 @@
 mod topology;
 mod volume_limit;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -99,18 +99,6 @@ impl Args {
         std::iter::once(own).chain(legacy).collect()
     }
 
-    /// Opens the record of used attestations.
-    fn used_attestations(&self) -> anyhow::Result<UsedAttestations> {
-        let beside = || self.csi.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
-        let dir = self.state_dir.clone().unwrap_or_else(beside);
-        UsedAttestations::open(&dir, &self.by_id_dir).with_context(|| {
-            format!(
-                "failed to open the state directory {}; choose another one with --state-dir",
-                dir.display()
-            )
-        })
-    }
-
     /// Source of the node's zone. The guest API is needed only with --topology and without --zone.
     async fn zone(&self) -> anyhow::Result<ZoneSource> {
         match &self.zone {
@@ -161,7 +149,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             drivers: driver_endpoints.iter().map(|endpoint| endpoint.driver.clone()).collect(),
         },
         names: DiskNames::watch(args.by_id_dir.clone(), Identity::Reported, stop.clone()),
-        used: args.used_attestations()?,
+        used: UsedAttestations::of(args.csi.endpoint.path(), args.state_dir.as_deref(), &args.by_id_dir)?,
         locks: VolumeLocks::default(),
     };
     let plugin =

@@ -2,7 +2,7 @@
 //! the disks that the storage infra attached to the host available to its pods. The service itself is in `node_kit`; the disks
 //! are in the directory of links of [`host_links`], which the storage infra of the same host fills.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -69,18 +69,6 @@ impl Args {
         Ok((HostId::new(node, &self.node_name), links.disks_of(node)))
     }
 
-    /// Opens the record of used attestations.
-    fn used_attestations(&self, disks: &Path) -> anyhow::Result<UsedAttestations> {
-        let beside = || self.csi.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
-        let dir = self.state_dir.clone().unwrap_or_else(beside);
-        UsedAttestations::open(&dir, disks).with_context(|| {
-            format!(
-                "failed to open the state directory {}; choose another one with --state-dir",
-                dir.display()
-            )
-        })
-    }
-
     /// Who may read the metrics. The management API is needed only with --metrics-auth token.
     async fn metrics_access(&self) -> anyhow::Result<MetricsAccess> {
         match self.http.needs_client() {
@@ -128,7 +116,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             dir: args.kubelet_dir.canonicalize().unwrap_or_else(|_| args.kubelet_dir.clone()),
             drivers: vec![endpoint.driver.clone()],
         },
-        used: args.used_attestations(&disks)?,
+        used: UsedAttestations::of(args.csi.endpoint.path(), args.state_dir.as_deref(), &disks)?,
         names: DiskNames::watch(disks, Identity::Recorded, stop.clone()),
         locks: VolumeLocks::default(),
     };

@@ -11,6 +11,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use anyhow::Context;
 use uuid::Uuid;
 
 use super::marker::FormatToken;
@@ -64,7 +65,18 @@ pub struct UsedAttestations {
 }
 
 impl UsedAttestations {
-    /// Opens the record in the state directory. `by_id` is the directory of disk names.
+    /// Opens the record in the state directory, or beside the socket. `by_id` is the directory of disk names.
+    pub fn of(socket: &Path, state_dir: Option<&Path>, by_id: &Path) -> anyhow::Result<Self> {
+        let dir = state_dir.or_else(|| socket.parent()).unwrap_or(Path::new(""));
+        Self::open(dir, by_id).with_context(|| {
+            format!(
+                "failed to open the state directory {}; choose another one with --state-dir",
+                dir.display()
+            )
+        })
+    }
+
+    /// Opens the record in the state directory.
     pub fn open(state_dir: &Path, by_id: &Path) -> io::Result<Self> {
         let dir = state_dir.join(DIRECTORY);
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;

@@ -72,13 +72,13 @@ pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode
     foreground(&mut soak).await
 }
 
+/// Arguments of cargo that run the black-box tests, built like the unit tests with the features of the whole workspace.
+pub(crate) const BLACKBOX_TESTS: [&str; 4] = ["test", "--workspace", "--test", "blackbox"];
+
 /// Cargo with the black-box tests whose names contain one of these texts, in a lab.
 pub(crate) fn blackbox_tests<S: AsRef<OsStr>>(lab: &Lab, filters: &[S]) -> Command {
     let mut command = cargo();
-    command
-        .args(["test", "-p", "tests", "--test", "blackbox", "--"])
-        .args(filters)
-        .env("NESTOR_LAB", lab.dir());
+    command.args(BLACKBOX_TESTS).arg("--").args(filters).env("NESTOR_LAB", lab.dir());
     command
 }
 

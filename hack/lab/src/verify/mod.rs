@@ -1,5 +1,6 @@
 //! `cargo lab test`: the checks of a change, as named steps with their results and times.
 
+mod black_box;
 mod capabilities;
 mod execute;
 mod report;
@@ -23,7 +24,8 @@ use crate::up::UpOptions;
 use capabilities::capabilities;
 use execute::execute;
 use report::{Outcome, Report};
-use steps::{Choice, Kind, Set, Step, UPGRADE};
+use black_box::UPGRADE;
+use steps::{Choice, Kind, Set, Step};
 
 /// Which checks to run.
 #[derive(Debug, Clone, Default, clap::Args)]

@@ -2,15 +2,20 @@
 
 use anyhow::{Result, bail};
 
+use super::black_box::{
+    CLUSTER_API, DEPLOYED, HOSTS, INFRA_HA, KUBERNETES, KUBEVIRT, LONG, ON_BOTH_ENGINES, ON_KUBEVIRT, RBD, tests_of,
+    without_long_tests,
+};
 use crate::cache::Kubernetes;
 use crate::sanity::Tier;
+use crate::verbs::BLACKBOX_TESTS;
 
 /// Duration in minutes of the step `long-soak`.
 const LONG_SOAK_MINUTES: u64 = 20;
 
-/// Selection of crates for unit tests. kube-kit's own tests use tokio with a clock that can be paused; with the other
-/// crates in one command, everything would be built twice.
-const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--exclude", "kube-kit"];
+/// Unit tests. They are built with the features of the whole workspace, like the black-box tests, so that nothing is built
+/// twice.
+const UNIT_TESTS: [&str; 2] = ["test", "--workspace"];
 
 /// Tests of one program at the same time in the step `unit`: those of storage-infra mostly wait.
 const UNIT_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "6");
@@ -24,46 +29,8 @@ const CEPH_TESTS: &str = "storage-infra/ceph-tests";
 /// Inputs per fuzz target in the step `fuzz`: more than in `unit`.
 const FUZZ_INPUTS: (&str, &str) = ("NESTOR_FUZZ_RUNS", "5000");
 
-/// The step that upgrades the lab whose Nestor runs in pods, which starts with an earlier version for it.
-pub(super) const UPGRADE: &str = "upgrade";
-
-/// Modules of the black-box tests that need a lab whose Nestor runs in pods, in this order: `upgrade` leaves this tree's
-/// version in the lab.
-const DEPLOYED: [&str; 2] = [UPGRADE, "deployed"];
-
-/// Module of the black-box tests that runs once for each further version of Kubernetes.
-const KUBERNETES: &str = "kubernetes_versions";
-
-/// Module of the black-box tests that needs a lab whose VMs Cluster API makes.
-const CLUSTER_API: &str = "capi";
-
-/// Module of the black-box tests that needs a lab whose VMs KubeVirt makes.
-const KUBEVIRT: &str = "kubevirt";
-
-/// Module of the black-box tests that needs a lab with pools in a Ceph cluster.
-const RBD: &str = "rbd";
-
-/// Module of the black-box tests that needs a lab with several storage-infra servers.
-const INFRA_HA: &str = "infra_ha";
-
-/// Module of the black-box tests that needs a lab with several hosts.
-const HOSTS: &str = "hosts";
-
-/// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
-const ON_BOTH_ENGINES: [&str; 5] = [
-    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
-    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
-    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
-    "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
-    "health::filesystems_that_became_read_only_are_reported_on_the_pod",
-];
-
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
-
-/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd,
-/// pack a release twice, or remove each right.
-const LONG: [&str; 6] = ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
 
 /// A check with a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -218,31 +185,6 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     steps
 }
 
-/// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
-/// names end with it (`infra_ha` for `ha`) are excluded.
-/// Black-box tests of other modules that run in a lab with KubeVirt too.
-const ON_KUBEVIRT: [&str; 12] = [
-    "node::data_on_ext4_survives_the_pod_and_a_move_to_another_vm",
-    "node::data_on_xfs_survives_the_pod_and_a_move_to_another_vm",
-    "node::a_pod_reads_what_another_pod_wrote_to_a_block_device",
-    "node::two_pods_on_one_vm_share_a_volume",
-    "node::a_disk_with_another_filesystem_is_never_formatted",
-    "node::a_disk_with_unknown_data_is_never_formatted",
-    "node::the_directory_below_a_mount_has_mode_0",
-    "node::kubelet_reports_the_usage_of_a_volume",
-    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
-    "expand::ten_claims_are_expanded_at_once",
-    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
-    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
-];
-
-fn tests_of(module: &str, modules: &[String]) -> Vec<String> {
-    let tests = |module: &str| format!("{module}::");
-    let others = modules.iter().filter(|other| *other != module && other.ends_with(module));
-    let excluded = others.flat_map(|other| ["--skip".to_owned(), tests(other)]);
-    std::iter::once(tests(module)).chain(excluded).collect()
-}
-
 /// Steps in a lab with pools in a Ceph cluster.
 fn on_rbd(own: Vec<String>) -> [Step; 2] {
     let own = blackbox_in(Kind::Ceph, own, None);
@@ -269,27 +211,20 @@ fn without_lab() -> Vec<Step> {
         step("spelling", Set::All, "spelling (typos)", Work::Spelling),
         step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
         step("clippy", Set::Quick, "lints", cargo(&clippy)),
-        step("doc", Set::Quick, "documentation", cargo(&["doc", "--workspace", "--no-deps"])),
+        step("doc", Set::All, "documentation of the code", cargo(&["doc", "--workspace", "--no-deps"])),
         step(
             "unit",
             Set::Quick,
             "unit tests",
             Work::Cargo { args: UNIT_TESTS.to_vec(), env: vec![UNIT_THREADS] },
         ),
-        step("unit-kube-kit", Set::Quick, "unit tests of kube-kit", cargo(&["test", "-p", "kube-kit"])),
         step(
             BLACKBOX_BUILD,
             Set::Quick,
             "build of the black-box tests",
-            cargo(&["test", "-p", "tests", "--no-run"]),
+            cargo(&[&BLACKBOX_TESTS[..], &["--no-run"]].concat()),
         ),
-        step(
-            "unit-helpers",
-            Set::Quick,
-            "unit tests of the test helpers",
-            cargo(&["test", "-p", "tests", "--lib"]),
-        ),
-        step("fuzz", Set::Normal, "fuzz targets with a fixed number of inputs, more than in `unit`", fuzz),
+        step("fuzz", Set::All, "fuzz targets with a fixed number of inputs, more than in `unit`", fuzz),
         step(
             "schemathesis",
             Set::All,
@@ -320,6 +255,9 @@ pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Ste
             steps.retain(|step| step.set <= set);
             // The long soak test replaces the short one.
             steps.retain(|step| step.name != "soak" || set < Set::All);
+            if set < Set::All {
+                steps.iter_mut().for_each(leave_out_long_tests);
+            }
         }
         Choice::Filter(filter) => {
             steps.retain(|step| step.set == Set::Quick);
@@ -335,6 +273,12 @@ pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Ste
         }
     }
     Ok(steps)
+}
+
+fn leave_out_long_tests(step: &mut Step) {
+    if let Work::BlackBox { selection, .. } = &mut step.work {
+        selection.extend(without_long_tests(&step.name));
+    }
 }
 
 fn check_names(steps: &[Step], names: &[String]) -> Result<()> {
@@ -366,7 +310,6 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::run::repository;
     use crate::verify::capabilities::capabilities;
 
     fn steps() -> Vec<Step> {
@@ -392,23 +335,6 @@ mod tests {
         let unique: BTreeSet<&str> = names(&steps).into_iter().collect();
         assert_eq!(unique.len(), steps.len());
         assert!(steps.iter().all(|step| !step.name.contains(',')));
-    }
-
-    #[test]
-    fn a_module_whose_name_ends_like_another_does_not_run_with_it() {
-        let modules = ["ha", "infra_ha", "haste"].map(str::to_owned);
-        assert_eq!(tests_of("ha", &modules), ["ha::", "--skip", "infra_ha::"]);
-        assert_eq!(tests_of("infra_ha", &modules), ["infra_ha::"]);
-    }
-
-    #[test]
-    fn tests_on_both_engines_exist() {
-        for name in ON_BOTH_ENGINES {
-            let (module, test) = name.split_once("::").unwrap();
-            let file = repository().join(format!("tests/tests/{module}.rs"));
-            let text = std::fs::read_to_string(file).unwrap();
-            assert!(text.contains(&format!("async fn {test}() ")), "{name}");
-        }
     }
 
     #[test]

@@ -1,0 +1,97 @@
+//! The black-box tests by the lab that they need and by the time that they take.
+
+/// The step that upgrades the lab whose Nestor runs in pods, which starts with an earlier version for it.
+pub(super) const UPGRADE: &str = "upgrade";
+
+/// Modules of the black-box tests that need a lab whose Nestor runs in pods, in this order: `upgrade` leaves this tree's
+/// version in the lab.
+pub(super) const DEPLOYED: [&str; 2] = [UPGRADE, "deployed"];
+
+/// Module of the black-box tests that runs once for each further version of Kubernetes.
+pub(super) const KUBERNETES: &str = "kubernetes_versions";
+
+/// Module of the black-box tests that needs a lab whose VMs Cluster API makes.
+pub(super) const CLUSTER_API: &str = "capi";
+
+/// Module of the black-box tests that needs a lab whose VMs KubeVirt makes.
+pub(super) const KUBEVIRT: &str = "kubevirt";
+
+/// Module of the black-box tests that needs a lab with pools in a Ceph cluster.
+pub(super) const RBD: &str = "rbd";
+
+/// Module of the black-box tests that needs a lab with several storage-infra servers.
+pub(super) const INFRA_HA: &str = "infra_ha";
+
+/// Module of the black-box tests that needs a lab with several hosts.
+pub(super) const HOSTS: &str = "hosts";
+
+/// Black-box tests of other modules that run in a lab with either engine: they look at volumes only from the guest.
+pub(super) const ON_BOTH_ENGINES: [&str; 5] = [
+    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
+    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
+    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
+    "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
+    "health::filesystems_that_became_read_only_are_reported_on_the_pod",
+];
+
+/// Black-box tests of other modules that run in a lab with KubeVirt too.
+pub(super) const ON_KUBEVIRT: [&str; 12] = [
+    "node::data_on_ext4_survives_the_pod_and_a_move_to_another_vm",
+    "node::data_on_xfs_survives_the_pod_and_a_move_to_another_vm",
+    "node::a_pod_reads_what_another_pod_wrote_to_a_block_device",
+    "node::two_pods_on_one_vm_share_a_volume",
+    "node::a_disk_with_another_filesystem_is_never_formatted",
+    "node::a_disk_with_unknown_data_is_never_formatted",
+    "node::the_directory_below_a_mount_has_mode_0",
+    "node::kubelet_reports_the_usage_of_a_volume",
+    "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
+    "expand::ten_claims_are_expanded_at_once",
+    "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
+    "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
+];
+
+/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd,
+/// pack a release twice, or remove each right.
+pub(super) const LONG: [&str; 6] = ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
+
+/// Tests that take about a minute or longer, and whose modules have shorter ones that show the usual case.
+pub(super) const LONG_TESTS: [&str; 0] = [];
+
+/// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
+/// names end with it (`infra_ha` for `ha`) are excluded.
+pub(super) fn tests_of(module: &str, modules: &[String]) -> Vec<String> {
+    let tests = |module: &str| format!("{module}::");
+    let others = modules.iter().filter(|other| *other != module && other.ends_with(module));
+    let excluded = others.flat_map(|other| ["--skip".to_owned(), tests(other)]);
+    std::iter::once(tests(module)).chain(excluded).collect()
+}
+
+/// Arguments that exclude the long tests of a module.
+pub(super) fn without_long_tests(module: &str) -> Vec<String> {
+    let long = LONG_TESTS.iter().filter(|test| test.starts_with(&format!("{module}::")));
+    long.flat_map(|test| ["--skip", test]).map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::repository;
+
+    #[test]
+    fn a_module_whose_name_ends_like_another_does_not_run_with_it() {
+        let modules = ["ha", "infra_ha", "haste"].map(str::to_owned);
+        assert_eq!(tests_of("ha", &modules), ["ha::", "--skip", "infra_ha::"]);
+        assert_eq!(tests_of("infra_ha", &modules), ["infra_ha::"]);
+    }
+
+    #[test]
+    fn the_tests_named_here_exist() {
+        for name in [&ON_BOTH_ENGINES[..], &ON_KUBEVIRT, &LONG_TESTS].concat() {
+            let (module, test) = name.rsplit_once("::").unwrap();
+            let module = module.replace("::", "/");
+            let file = repository().join(format!("tests/tests/{module}.rs"));
+            let text = std::fs::read_to_string(file).unwrap();
+            assert!(text.contains(&format!("async fn {test}() ")), "{name}");
+        }
+    }
+}

@@ -55,7 +55,24 @@ pub(super) const ON_KUBEVIRT: [&str; 12] = [
 pub(super) const LONG: [&str; 6] = ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
 
 /// Tests that take about a minute or longer, and whose modules have shorter ones that show the usual case.
-pub(super) const LONG_TESTS: [&str; 0] = [];
+pub(super) const LONG_TESTS: [&str; 16] = [
+    "alerts::prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard",
+    "credentials::a_token_that_expired_during_a_long_stop_heals_by_a_rotation",
+    "fairness::a_thousand_attachments_of_a_dead_vm_do_not_delay_others",
+    "ha::a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation",
+    "images::images_are_reproducible_and_their_programs_start_in_containerd",
+    "node::a_vm_keeps_nothing_of_a_detached_volume",
+    "node::data_on_btrfs_survives_the_pod_and_a_move_to_another_vm",
+    "node::data_on_xfs_survives_the_pod_and_a_move_to_another_vm",
+    "node::kubelet_reports_the_usage_of_a_volume",
+    "node_loss::a_pod_moves_from_a_hung_vm_only_after_that_is_powered_off",
+    "node_loss::a_pod_moves_from_a_vm_without_network_which_loses_its_disk_while_it_runs",
+    "node_loss::automatic::the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_returns",
+    "node_loss::automatic::with_the_policy_never_no_node_is_tainted",
+    "otel::a_change_of_limits_and_the_deletion_of_a_volume_are_one_trace_each",
+    "partition::a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_down",
+    "registration::a_driver_that_kubelet_refused_is_registered_later_without_a_restart",
+];
 
 /// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
 /// names end with it (`infra_ha` for `ha`) are excluded.

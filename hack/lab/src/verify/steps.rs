@@ -378,6 +378,8 @@ mod tests {
                 "deny",
                 "spelling",
                 "book",
+                "doc",
+                "fuzz",
                 "schemathesis",
                 "ceph",
                 "model",

@@ -2,7 +2,7 @@
 //! from a seed. After each operation the existing objects must match the expected state, and each volume must have all
 //! acknowledged records.
 //!
-//! `NESTOR_SOAK_MINUTES` sets the duration (3), `NESTOR_SOAK_SEED` repeats a run (default: a random seed, which is
+//! `NESTOR_SOAK_MINUTES` sets the duration (1), `NESTOR_SOAK_SEED` repeats a run (default: a random seed, which is
 //! printed).
 
 #[path = "soak/faults.rs"]
@@ -32,7 +32,7 @@ fn number(variable: &str) -> Result<Option<u64>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn random_operations_and_faults_lose_no_data_and_leave_nothing_stuck() -> Result<()> {
-    let minutes = number("NESTOR_SOAK_MINUTES")?.unwrap_or(3);
+    let minutes = number("NESTOR_SOAK_MINUTES")?.unwrap_or(1);
     let seed = number("NESTOR_SOAK_SEED")?.unwrap_or_else(|| fastrand::u64(..1_000_000));
     println!("soak: {minutes} minutes with seed {seed}; NESTOR_SOAK_SEED={seed} repeats the run");
     run_alone(move |s| async move {

@@ -100,7 +100,12 @@ impl Report {
 
     /// Adds a single number of a case.
     pub(crate) fn number(&self, case: &str, metric: &str, unit: &str, number: f64) {
-        if let Some(stats) = Stats::of(vec![number]) {
+        self.numbers(case, metric, unit, vec![number]);
+    }
+
+    /// Adds the numbers of one metric of a case.
+    pub(crate) fn numbers(&self, case: &str, metric: &str, unit: &str, numbers: Vec<f64>) {
+        if let Some(stats) = Stats::of(numbers) {
             self.row(case, metric, unit, stats, None);
         }
     }

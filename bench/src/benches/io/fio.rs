@@ -82,18 +82,18 @@ pub(super) fn with_tools(serial: &str, script: &str) -> String {
     )
 }
 
-/// Writes both disks completely, so that no measured write allocates.
-pub(super) fn fill(disks: [&str; 2]) -> String {
-    let one = |disk: &str| {
+/// Writes the disks completely, so that no measured write allocates.
+pub(super) fn fill(disks: &[&str]) -> String {
+    let one = |disk: &&str| {
         format!(
             "fio --name=fill --filename=$(disk {disk}) --direct=1 --rw=write --bs=1m --output=/dev/null\n"
         )
     };
-    disks.map(one).concat()
+    disks.iter().map(one).collect()
 }
 
-/// Runs each case on both disks in this order, and prints a line for each run.
-pub(super) fn measure(disks: [&str; 2], order: [usize; 2], seconds: u32) -> String {
+/// Runs each case on the disks in this order, and prints a line for each run.
+pub(super) fn measure(disks: &[&str], order: &[usize], seconds: u32) -> String {
     let run = |case: &Case, disk: usize| {
         format!(
             "fio --name=io --filename=$(disk {}) --direct=1 --ioengine=io_uring {} --time_based --runtime={seconds} \
@@ -101,7 +101,7 @@ pub(super) fn measure(disks: [&str; 2], order: [usize; 2], seconds: u32) -> Stri
             disks[disk], case.arguments
         )
     };
-    CASES.iter().flat_map(|case| order.map(|disk| run(case, disk))).collect()
+    CASES.iter().flat_map(|case| order.iter().map(|disk| run(case, *disk))).collect()
 }
 
 #[cfg(test)]

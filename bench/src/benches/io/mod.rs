@@ -1,21 +1,23 @@
-//! Bench: the data path. fio in a VM reads and writes a volume, and a disk of the same storage that is hot-plugged by hand
-//! into the same VM. A case's cost is the time per operation, and the latency that fio saw.
+//! Bench: the data path. fio in a VM reads and writes a volume, and two disks of the same storage that are hot-plugged by hand
+//! into the same VM. A case's cost is the time per operation, and the latency that fio saw. The ratio of the two disks by hand
+//! shows what noise does to a ratio.
 
 mod by_hand;
 mod fio;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use tests::pods::{self, PodScenario, Script, Volume, block};
+use tests::pods::{self, PodScenario, Script, block};
 
 use crate::report::Report;
 use crate::work::Work;
 use by_hand::{ByHand, Driver};
 use fio::{CASES, Case, Sample};
 
-/// Size of both disks.
+/// Size of each disk.
 const SIZE: &str = "320Mi";
 
 /// How long and against what it measures.
@@ -48,28 +50,35 @@ async fn measure(pods: &Arc<PodScenario>, report: &Report, work: &Work, options:
     pods.running(&holder).await?;
     let tools = ByHand::with_fio(pods.scenario(), vm).await?;
     for driver in &options.drivers {
-        let other = ByHand::like(pods.scenario(), vm, &volume, driver).await?;
-        let bench = Bench { pods, volume: &volume, tools: &tools, other: &other, seconds: options.seconds };
+        let by_hand = || ByHand::like(pods.scenario(), vm, &volume, driver);
+        let others = [by_hand().await?, by_hand().await?];
+        let disks = [&volume.disk, &others[0].serial, &others[1].serial].map(String::as_str);
+        let bench = Bench { pods, tools: &tools, disks, seconds: options.seconds };
         let measured = bench.rounds(work).await;
-        other.detach().await?;
+        for other in &others {
+            other.detach().await?;
+        }
         measured?.report(report, &driver.case(options.drivers.len()));
     }
     tools.detach().await?;
     pods.remove(&holder).await
 }
 
+/// The measured disks: the volume, and two by hand.
+const DISKS: usize = 3;
+
 struct Bench<'a> {
     pods: &'a PodScenario,
-    volume: &'a Volume,
     tools: &'a ByHand<'a>,
-    other: &'a ByHand<'a>,
+    /// Their serials.
+    disks: [&'a str; DISKS],
     seconds: u32,
 }
 
-/// Samples of the volume and of the disk by hand, by case.
+/// Samples of each disk, by case.
 #[derive(Default)]
 struct Measured {
-    samples: Vec<(&'static Case, [Vec<Sample>; 2])>,
+    samples: Vec<(&'static Case, [Vec<Sample>; DISKS])>,
 }
 
 impl Measured {
@@ -82,26 +91,35 @@ impl Measured {
     }
 
     fn report(&self, report: &Report, suffix: &str) {
+        let metrics: [(&str, fn(&Sample) -> Duration); 2] =
+            [("duration", |one| one.duration), ("latency", |one| one.latency)];
         for (case, samples) in &self.samples {
             let name = format!("{}{suffix}", case.name);
-            let of = |disk: usize, what: fn(&Sample) -> std::time::Duration| -> Vec<_> {
-                samples[disk].iter().map(what).collect()
-            };
-            report.times(&name, &of(0, |one| one.duration), &of(1, |one| one.duration));
-            report.times_of(&name, "latency", &of(0, |one| one.latency), &of(1, |one| one.latency));
+            for (metric, value) in metrics {
+                let [volume, first, second] =
+                    [0, 1, 2].map(|disk| samples[disk].iter().map(value).collect::<Vec<_>>());
+                report.times_of(&name, metric, &volume, &first);
+                let ratios = |of: &[Duration]| paired(of, &first);
+                report.numbers(&name, &format!("{metric}, volume and disk by hand"), "ratio", ratios(&volume));
+                report.numbers(&name, &format!("{metric}, two disks by hand"), "ratio", ratios(&second));
+            }
         }
     }
 }
 
+/// Ratios of samples of the same round: other load on the host affects both alike.
+fn paired(of: &[Duration], to: &[Duration]) -> Vec<f64> {
+    of.iter().zip(to).map(|(of, to)| of.as_secs_f64() / to.as_secs_f64()).collect()
+}
+
 impl Bench<'_> {
     async fn rounds(&self, work: &Work) -> Result<Measured> {
-        let disks = [self.volume.disk.as_str(), &self.other.serial];
-        self.script("fill", &fio::fill(disks)).await?;
+        self.script("fill", &fio::fill(&self.disks)).await?;
         let mut measured = Measured::default();
         for round in 0..work.count() {
-            // Alternating, so that other load on the host affects both equally.
-            let order = [round % 2, 1 - round % 2];
-            let output = self.script("fio", &fio::measure(disks, order, self.seconds)).await?;
+            // In each order: none of the disks is always the first one.
+            let order: [usize; DISKS] = std::array::from_fn(|at| (round + at) % DISKS);
+            let output = self.script("fio", &fio::measure(&self.disks, &order, self.seconds)).await?;
             let mut lines = output.lines();
             for case in &CASES {
                 for disk in order {

@@ -65,7 +65,7 @@ fn changes(vm: &Vm) -> Vec<EntryChange> {
     let reported = vm.status.iter().flat_map(|status| &status.volumes).map(|disk| disk.name.as_str());
     let added: BTreeSet<&str> = reported.chain(["new"]).filter(|name| !kept.contains(name)).collect();
     let added = added.into_iter().map(|name| {
-        decide_attach(vm, name, false, false);
+        decide_attach(vm, name, false, false, true);
         assert!(can_add_entry(Some(vm), name, name) || entry_statuses(vm, name).next().is_some());
         references_claim(vm, name, name);
         let (name, claim) = (name.to_owned(), name.to_owned());

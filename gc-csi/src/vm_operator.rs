@@ -154,17 +154,12 @@ const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster d
     not write";
 
 /// Why gc-csi does not attach a disk read-only through KubeVirt.
-const KUBEVIRT_READ_ONLY: &str = "gc-csi attaches disks of KubeVirt to one VM, which may write to them; use ReadWriteOnce, and set \
-    readOnly in the pods that must not write";
+const KUBEVIRT_READ_ONLY: &str = "gc-csi attaches disks of KubeVirt to VMs that may write to them; use ReadWriteOnce, or ReadWriteMany with \
+    volumeMode Block, and set readOnly in the pods that must not write";
 
 /// Why gc-csi does not attach disks with these capabilities through KubeVirt.
 fn refused_kubevirt(requested: &[Capability]) -> Option<&'static str> {
-    if requested.iter().any(|one| one.mode.is_read_only()) {
-        return Some(KUBEVIRT_READ_ONLY);
-    }
-    requested.iter().any(|one| one.mode == Mode::MultiNodeMultiWriter).then_some(
-        "access mode ReadWriteMany is not supported with KubeVirt: gc-csi attaches its disks to one VM; use ReadWriteOnce",
-    )
+    requested.iter().any(|one| one.mode.is_read_only()).then_some(KUBEVIRT_READ_ONLY)
 }
 
 /// Why the upstream VM Operator would refuse these capabilities.
@@ -241,10 +236,14 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_kubevirt_are_attached_to_one_vm_that_may_write() {
-        assert_eq!(refusal(VmOperator::KubeVirt, &[(Mode::SingleNodeWriter, MOUNT())]), None);
-        for one in [(Mode::MultiNodeReaderOnly, MOUNT()), (Mode::MultiNodeMultiWriter, Access::Block)] {
-            assert!(refusal(VmOperator::KubeVirt, &[one]).is_some_and(|why| why.contains("one VM")));
+    fn disks_of_kubevirt_are_attached_to_vms_that_may_write() {
+        for one in [(Mode::SingleNodeWriter, MOUNT()), (Mode::MultiNodeMultiWriter, Access::Block)] {
+            assert_eq!(refusal(VmOperator::KubeVirt, &[one]), None);
+        }
+        for (mode, text) in
+            [(Mode::MultiNodeReaderOnly, "may write"), (Mode::MultiNodeMultiWriter, "filesystem")]
+        {
+            assert!(refusal(VmOperator::KubeVirt, &[(mode, MOUNT())]).is_some_and(|why| why.contains(text)));
         }
         assert!(!VmOperator::KubeVirt.needs_multi_writer(&["ReadWriteMany".to_owned()]));
     }

@@ -2,9 +2,11 @@
 
 mod guest_add;
 mod holders;
+mod lost_nodes;
 mod migrate;
 mod pods;
 mod policies;
+mod shared_block;
 mod volumes;
 
 use std::path::{Path, PathBuf};

@@ -154,7 +154,7 @@ pub fn decide_attach(at: VmIndex, vm: Vm, other: Vm) -> AttachStep {
     memoized!((VmIndex, Vm, Vm) => AttachStep, (at, vm, other), |(at, vm, other)| {
         let entry = names::volume_entry(CLAIM);
         let is_elsewhere = vm_volumes::uses_claim(&virtual_machine(1 - at, other), CLAIM, &entry);
-        vm_volumes::decide_attach(&virtual_machine(at, vm), CLAIM, false, is_elsewhere)
+        vm_volumes::decide_attach(&virtual_machine(at, vm), CLAIM, false, is_elsewhere, true)
     })
 }
 

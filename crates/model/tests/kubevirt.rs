@@ -1,11 +1,12 @@
 //! Model checking of the attach protocol with KubeVirt, and proofs that the properties detect broken rules.
 
-use model::kubevirt::{Action, Budget, MOVES, Protocol, Rules, State, TRUE_ATTESTATIONS, next};
+use model::kubevirt::{Action, BOTH_HAVE_IT, Budget, MOVES, Protocol, Rules, State, TRUE_ATTESTATIONS, next};
 use model::{STAYS_ATTACHED, TRUE_RESULTS, TWO_WRITERS};
 use stateright::{Checker, HasDiscoveries, Model};
 
 /// Two attachments on either VM.
-const TWO: Budget = Budget { attachments: 2, timeouts: 0, leader_changes: 0, ends: 0, replicas: 1 };
+const TWO: Budget =
+    Budget { attachments: 2, timeouts: 0, leader_changes: 0, ends: 0, replicas: 1, shared: false };
 
 /// Properties that hold in every state.
 const ALWAYS: [&str; 4] = [TWO_WRITERS, TRUE_RESULTS, STAYS_ATTACHED, TRUE_ATTESTATIONS];
@@ -71,11 +72,27 @@ fn a_vm_that_ends_gives_up_the_disk() {
 }
 
 #[test]
+fn vms_that_share_the_disk_do_not_disturb_each_other() {
+    holds(Budget { shared: true, attachments: 3, ..TWO });
+    holds(Budget { shared: true, timeouts: 1, replicas: 2, ..TWO });
+    holds(Budget { shared: true, ends: 1, ..TWO });
+}
+
+/// Whether the protocol reaches a state with this property.
+fn reaches(budget: Budget, property: &'static str) -> bool {
+    let checker = Protocol { budget, rules: Rules::ALL }.checker().threads(threads());
+    let found = HasDiscoveries::AnyOf([property].into());
+    checker.finish_when(found).spawn_bfs().join().discoveries().contains_key(property)
+}
+
+#[test]
 fn the_disk_moves_from_one_vm_to_the_other() {
-    let checker = Protocol { budget: TWO, rules: Rules::ALL }.checker().threads(threads());
-    let moves = HasDiscoveries::AnyOf([MOVES].into());
-    let checker = checker.finish_when(moves).spawn_bfs().join();
-    assert!(checker.discoveries().contains_key(MOVES), "the protocol never moves the disk");
+    assert!(reaches(TWO, MOVES), "the protocol never moves the disk");
+}
+
+#[test]
+fn both_vms_have_a_disk_that_they_share() {
+    assert!(reaches(Budget { shared: true, ..TWO }, BOTH_HAVE_IT));
 }
 
 #[test]

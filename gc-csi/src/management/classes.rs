@@ -75,11 +75,7 @@ impl Classes {
     /// does not appear.
     pub(super) async fn is_shareable(&self, class: &str, deadline: Instant) -> Option<bool> {
         self.storage
-            .wait_for(&Key::cluster(class), deadline, |class| {
-                let parameter =
-                    class?.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
-                Some(parameter.map(String::as_str) == Some("true"))
-            })
+            .wait_for(&Key::cluster(class), deadline, |class| Some(is_shareable(class?)))
             .await
     }
 
@@ -112,6 +108,12 @@ impl Classes {
     }
 }
 
+/// The parameter is one of mgmt-csi. Other provisioners refuse a claim with ReadWriteMany themselves.
+fn is_shareable(class: &StorageClass) -> bool {
+    let parameter = class.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
+    class.provisioner != names::MANAGEMENT_DRIVER || parameter.is_some_and(|value| value == "true")
+}
+
 /// Nothing but a mgmt-csi that knows the finalizer removes it; the platform team or the chart says so by the annotation.
 fn has_claim_finalizer(class: &StorageClass) -> bool {
     let annotations = class.metadata.annotations.as_ref();
@@ -123,6 +125,19 @@ fn has_claim_finalizer(class: &StorageClass) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_classes_of_mgmt_csi_state_that_volumes_are_shareable() {
+        let is = |provisioner: &str, shareable: Option<&str>| {
+            let mut class = StorageClass { provisioner: provisioner.to_owned(), ..StorageClass::default() };
+            class.parameters =
+                shareable.map(|value| [(names::PARAMETER_SHAREABLE.to_owned(), value.to_owned())].into());
+            is_shareable(&class)
+        };
+        assert!(is(names::MANAGEMENT_DRIVER, Some("true")));
+        assert!(!is(names::MANAGEMENT_DRIVER, None) && !is(names::MANAGEMENT_DRIVER, Some("false")));
+        assert!(is("other.example.com", None), "its provisioner decides");
+    }
 
     #[test]
     fn only_a_class_of_mgmt_csi_with_the_annotation_has_the_finalizer() {

@@ -76,13 +76,14 @@ impl Holders {
     }
 
     /// Takes a claim for a VM, whose node has this boot ID if it is known, and returns the record. The claim must be taken after the
-    /// VM was read to which the PATCH applies that adds the entry.
+    /// VM was read to which the PATCH applies that adds the entry. A VM that shares a shareable claim with others takes nothing.
     pub(super) async fn take(
         &self,
         name: &ClaimName,
         vm: &Holder,
         boot: Option<&str>,
-    ) -> Result<Taken, TakeError> {
+        shares: bool,
+    ) -> Result<Option<Taken>, TakeError> {
         let api = |source| TakeError::Api { claim: name.clone(), source };
         let mut cached = self.claims.get(name);
         for repetition in 0..=MAX_CONFLICTS {
@@ -91,7 +92,9 @@ impl Holders {
             let Some(claim) = cached.take().as_deref().or(live.as_ref()).cloned() else {
                 return Err(api(ApiError::NotFound(format!("PersistentVolumeClaim {name}"))));
             };
-            match holder::decide_take(holder::recorded(&claim.metadata), vm) {
+            let (record, is_shared) = (holder::recorded(&claim.metadata), shares && is_shareable(&claim));
+            match holder::decide_take(record, vm) {
+                Take::Allowed if is_shared => return Ok(None),
                 Take::Allowed => {}
                 // The cache may be older than the detach that gave the claim back.
                 _ if is_cached => continue,
@@ -102,6 +105,10 @@ impl Holders {
                         vm = other.vm,
                         "the VM that held the volume is proven off"
                     );
+                    if let Some(record) = record.filter(|_| is_shared) {
+                        self.give_back(name, record).await.map_err(api)?;
+                        continue;
+                    }
                 }
                 Take::IfOff(holder) => return Err(TakeError::Held { claim: name.clone(), holder }),
             }
@@ -110,7 +117,7 @@ impl Holders {
                 Err(error) if may_be_outdated(&error) && repetition < MAX_CONFLICTS => {
                     back_off(repetition).await;
                 }
-                written => return written.map_err(api),
+                written => return written.map(Some).map_err(api),
             }
         }
         Err(api(ApiError::Conflict("every attempt conflicted with another change of the claim".to_owned())))
@@ -145,6 +152,7 @@ impl Holders {
             claim: &claim.metadata,
             volume: claim.spec.volume_name.as_deref(),
             has_source: claim.spec.data_source.is_some() || claim.spec.has_data_source_ref,
+            is_shareable: is_shareable(claim),
             is_class_blank: self.classes.has_blank_volumes(class),
         }
     }
@@ -192,6 +200,11 @@ impl Holders {
             }
         }
     }
+}
+
+/// Whether several VMs may write to the disk of a claim at once.
+pub(super) fn is_shareable(claim: &PersistentVolumeClaim) -> bool {
+    holder::is_shareable(&claim.spec.access_modes, claim.spec.volume_mode.as_deref())
 }
 
 fn record_path() -> PointerBuf {

@@ -23,17 +23,24 @@ pub(crate) struct Volume {
 /// with its VolumeAttachments, so no attached volume may be missing.
 pub(crate) fn volumes(claims: &Claims, vms: &VirtualMachines) -> Vec<Volume> {
     let attached = vms.attached_by_entry();
-    let vms = |claim: &PersistentVolumeClaim| {
-        let entry = names::volume_entry(claim.metadata.name.as_deref().unwrap_or_default());
-        attached.get(&entry).cloned().unwrap_or_default()
+    let of = |claim: &PersistentVolumeClaim| {
+        let name = name_of(claim)?;
+        let attached = attached.get(&name.entry()).cloned().unwrap_or_default();
+        listed(claim, attached).map(|volume| with_disk_failure(volume, vms))
     };
-    claims.list_usable().iter().filter_map(|claim| listed(claim, vms(claim))).collect()
+    claims.list_usable().iter().filter_map(|claim| of(claim)).collect()
 }
 
 /// The volume with this handle.
 pub(crate) fn volume(claims: &Claims, vms: &VirtualMachines, handle: &ClaimName) -> Option<Volume> {
     let (claim, _) = claims.usable(handle)?;
-    listed(&claim, vms.attached_to(handle))
+    listed(&claim, vms.attached_to(handle)).map(|volume| with_disk_failure(volume, vms))
+}
+
+/// Adds what VMs report as wrong with the volume's disk, if its claim reports nothing.
+fn with_disk_failure(mut volume: Volume, vms: &VirtualMachines) -> Volume {
+    volume.abnormal = volume.abnormal.or_else(|| vms.disk_failure(&volume.claim));
+    volume
 }
 
 fn listed(claim: &PersistentVolumeClaim, mut vms: Vec<VmName>) -> Option<Volume> {

@@ -207,6 +207,12 @@ impl KubeVirt {
         Ok(kubevirt::is_proven_off(holder, instance.as_ref(), &launchers))
     }
 
+    /// Whether nothing runs under the name of a VM, read from the API server.
+    pub(super) async fn is_off(&self, name: &str) -> Result<bool, ApiError> {
+        let instance = self.instance_api.get_opt(name).await?;
+        Ok(kubevirt::is_off(instance.as_ref(), &self.launchers(name).await?))
+    }
+
     /// The pods in which instances of a VM run, read from the API server.
     async fn launchers(&self, vm_name: &str) -> Result<Vec<Launcher>, ApiError> {
         let pods = self.pod_api.list_metadata(&ListParams::default().labels(LAUNCHERS)).await?;

@@ -195,6 +195,16 @@ impl VirtualMachines {
         attached.filter_map(|vm| name_of(vm)).collect()
     }
 
+    /// What VMs of this guest report as wrong with the claim's disk.
+    pub(crate) fn disk_failure(&self, claim: &ClaimName) -> Option<String> {
+        match self.vm_api() {
+            VmApi::VmOperator => None,
+            VmApi::KubeVirt => {
+                vm_volumes::disk_failures(&self.referencing(claim), &claim.entry(), &self.guest)
+            }
+        }
+    }
+
     /// Names of the VMs that each entry's disk is attached to.
     pub(super) fn attached_by_entry(&self) -> AttachedVms {
         let mut attached = AttachedVms::new();
@@ -248,6 +258,14 @@ impl VirtualMachines {
         match &self.objects {
             Objects::VmOperator(_) => Ok(false),
             Objects::KubeVirt(kubevirt) => kubevirt.is_proven_off(holder).await,
+        }
+    }
+
+    /// Whether nothing runs under the name of a VM, where gc-csi can prove it: with KubeVirt.
+    pub(crate) async fn is_off(&self, name: &VmName) -> Result<bool, ApiError> {
+        match &self.objects {
+            Objects::KubeVirt(kubevirt) if is_object_name(name) => kubevirt.is_off(name).await,
+            Objects::KubeVirt(_) | Objects::VmOperator(_) => Ok(false),
         }
     }
 

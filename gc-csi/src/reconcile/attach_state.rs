@@ -39,10 +39,11 @@ pub(super) fn changed_claims(change: &Change<'_, Vm>) -> Vec<ClaimName> {
     changed
 }
 
-/// The disk statuses of a VM by entry.
-fn disks(vm: Option<&Arc<Vm>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
-    let disks = vm.into_iter().flat_map(|vm| &vm.status).flat_map(|status| &status.volumes);
-    disks.map(|disk| (disk.name.as_str(), disk)).collect()
+/// The disk statuses of a VM, and what is wrong with its disks, by entry.
+fn disks(vm: Option<&Arc<Vm>>) -> HashMap<&str, (&VirtualMachineVolumeStatus, Option<&str>)> {
+    let Some(vm) = vm else { return HashMap::new() };
+    let disks = vm.status.iter().flat_map(|status| &status.volumes);
+    disks.map(|disk| (disk.name.as_str(), (disk, vm_volumes::disk_failure(vm, &disk.name)))).collect()
 }
 
 /// The condition, from the VMs that reference the volume; None if there is nothing to report. VMs of other guests, and their
@@ -143,6 +144,10 @@ mod tests {
         let changed = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
         assert_eq!(changed, ["gone", "long-name", "new"].map(ClaimName::new));
         assert!(changed_claims(&Change { key: &key, old: Some(&new), new: Some(&new) }).is_empty());
+        let mut failing = (*new).clone();
+        failing.spec.failures.insert("same".to_owned(), "PausedIOError".to_owned());
+        let change = Change { key: &key, old: Some(&new), new: Some(&Arc::new(failing)) };
+        assert_eq!(changed_claims(&change), [ClaimName::new("same")]);
     }
 
     #[test]

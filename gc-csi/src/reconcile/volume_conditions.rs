@@ -46,7 +46,10 @@ impl VolumeConditions {
     pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
         let management_claim = self.management.claims.usable(handle);
-        let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
+        let failure = self.management.vms.disk_failure(handle);
+        let is_abnormal = management_claim
+            .as_ref()
+            .is_some_and(|(claim, _)| health::is_abnormal(claim, failure.as_deref()));
         self.count(handle, is_abnormal && !volumes.is_empty());
 
         let mut unclaimed = Incompatibilities::new();
@@ -59,7 +62,8 @@ impl VolumeConditions {
                 Some(claim) => {
                     let management_claim =
                         management_claim.as_ref().map(|(claim, relation)| (&**claim, *relation));
-                    let mut updates = self.volume_updates(handle, volume, &claim, management_claim);
+                    let mut updates =
+                        self.volume_updates(handle, volume, &claim, management_claim, failure.as_deref());
                     let before = current(&claim, pv_usable::CONDITION);
                     updates.extend(pv_usable::condition(incompatible.as_ref(), before));
                     claimed.push((claim, updates));
@@ -87,6 +91,7 @@ impl VolumeConditions {
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
         management_claim: Option<(&PersistentVolumeClaim, Relation)>,
+        disk_failure: Option<&str>,
     ) -> Vec<ConditionUpdate> {
         let was_attached = current(claim, attach_state::CONDITION).is_some();
         let mut updates = Vec::new();
@@ -95,7 +100,8 @@ impl VolumeConditions {
             vms.is_other_guests(vm)
         }));
         let Some((management_claim, relation)) = management_claim else { return updates };
-        updates.extend(health::condition(management_claim, current(claim, crds::names::CONDITION_HEALTHY)));
+        let healthy = current(claim, crds::names::CONDITION_HEALTHY);
+        updates.extend(health::condition(management_claim, disk_failure, healthy));
         let sizes = claim.spec.requested.zip(claim.status.capacity);
         // Only the owner can expand a volume.
         if let (Relation::Own, Some(management_capacity), Some(pv_capacity), Some((requested, capacity))) =

@@ -6,6 +6,7 @@
 //!   UID. A claim that was restored from a backup, or bound to an existing volume, has another UID.
 //! - No VM has ever taken the claim: the take removes the annotation that says so, in the same write.
 //! - The platform team states that new volumes of the claim's class are blank.
+//! - The claim is not shareable: VMs that share it do not take it.
 //!
 //! The attestation is part of the [holder's](super::holder) record, and ends with it: a detach gives the claim back before csi-attacher
 //! attaches it again. Until then, gc-csi-node knows whether it has used the attestation.
@@ -35,6 +36,8 @@ pub struct Evidence<'a> {
     pub volume: Option<&'a str>,
     /// Whether it has a source of its data.
     pub has_source: bool,
+    /// Whether several VMs may have its disk.
+    pub is_shareable: bool,
     /// Whether new volumes of its class are blank, as the platform team states.
     pub is_class_blank: bool,
 }
@@ -62,6 +65,7 @@ impl Evidence<'_> {
             && format_token(self.claim).is_some()
             && is_provisioned_for_it
             && !self.has_source
+            && !self.is_shareable
             && self.is_class_blank
     }
 }
@@ -104,7 +108,8 @@ mod tests {
     }
 
     fn evidence(claim: &ObjectMeta) -> Evidence<'_> {
-        Evidence { claim, volume: Some("pvc-6f9e"), has_source: false, is_class_blank: true }
+        let (has_source, is_shareable) = (false, false);
+        Evidence { claim, volume: Some("pvc-6f9e"), has_source, is_shareable, is_class_blank: true }
     }
 
     fn vm(uid: &str) -> Holder {
@@ -132,6 +137,7 @@ mod tests {
         let foreign = claim(&[(ANNOTATION_NEVER_ATTACHED, "true")]);
         assert!(!attested(None, evidence(&foreign)), "an interrupted format could not be recognized");
         assert!(!attested(None, Evidence { has_source: true, ..evidence(&new) }), "a copy");
+        assert!(!attested(None, Evidence { is_shareable: true, ..evidence(&new) }), "a VM that shares it");
         assert!(!attested(None, Evidence { is_class_blank: false, ..evidence(&new) }), "no statement");
         for volume in [None, Some("pvc-other"), Some("by-hand")] {
             assert!(!attested(None, Evidence { volume, ..evidence(&new) }), "{volume:?}");

@@ -3,6 +3,8 @@
 //! The entries are in the VirtualMachine, the state of their disks is in the instance. virt-controller copies the entries to the
 //! instance, and shows in `status.desiredGeneration` of the VirtualMachine which generation of them it has handled.
 
+use std::collections::BTreeMap;
+
 use crds::names::detaching_entry;
 use crds::{
     PersistentVolumeClaimSource, VirtualMachineStatus, VirtualMachineVolume, VirtualMachineVolumeStatus,
@@ -22,6 +24,9 @@ pub const GROUP: &str = "kubevirt.io";
 pub const VERSION: &str = "v1";
 /// Phase of a volume that the guest OS has.
 const READY: &str = "Ready";
+/// Condition of an instance that does not run on, and its reason after an I/O error.
+const PAUSED: &str = "Paused";
+const PAUSED_IO_ERROR: &str = "PausedIOError";
 /// Reason of the phase Failed when nobody knows whether the instance runs.
 const NODE_UNRESPONSIVE: &str = "NodeUnresponsive";
 /// Namespace of the serials of disks.
@@ -139,6 +144,36 @@ pub struct InstanceStatus {
     /// Its volumes, including those that are being detached.
     #[serde(default)]
     pub volume_status: Vec<VolumeStatus>,
+    /// Its conditions.
+    #[serde(default)]
+    pub conditions: Vec<Condition>,
+    /// Its last live migration.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration_state: Option<MigrationState>,
+}
+
+/// A live migration of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct MigrationState {
+    /// Whether it failed.
+    #[serde(default)]
+    pub failed: bool,
+}
+
+/// Condition of an instance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Condition {
+    /// Type.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// `True`, `False` or `Unknown`.
+    pub status: String,
+    /// Reason of the status.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Message about the status.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
 }
 
 /// Observed state of a volume.
@@ -182,21 +217,27 @@ pub fn view(vm: &VirtualMachine, instance: Option<&Instance>) -> Vm {
     let template = &vm.spec.template.spec;
     let status = instance.map(|instance| VirtualMachineStatus {
         bios_uuid: instance.spec.domain.firmware.as_ref().and_then(|firmware| firmware.uuid.clone()),
-        power_state: is_running(instance).then(|| "PoweredOn".to_owned()),
+        power_state: power_state(instance).map(str::to_owned),
         volumes: disks(template, instance),
         ..Default::default()
     });
     let spec = VmSpec {
         volumes: template.volumes.iter().map(entry).collect(),
         disks: template.domain.devices.disks.iter().map(|disk| disk.name.clone()).collect(),
+        failures: instance.map(|instance| failures(template, instance)).unwrap_or_default(),
     };
     let types =
         Some(TypeMeta { api_version: format!("{GROUP}/{VERSION}"), kind: "VirtualMachine".to_owned() });
     Vm { types, metadata: vm.metadata.clone(), spec, status }
 }
 
-fn is_running(instance: &Instance) -> bool {
-    instance.status.as_ref().is_some_and(|status| status.phase.as_deref() == Some("Running"))
+/// Whether an instance runs, if that is known.
+fn power_state(instance: &Instance) -> Option<&'static str> {
+    let phase = instance.status.as_ref().and_then(|status| status.phase.as_deref());
+    match phase {
+        Some("Running") => Some("PoweredOn"),
+        _ => has_ended(instance).then_some("PoweredOff"),
+    }
 }
 
 fn entry(volume: &Volume) -> VirtualMachineVolume {
@@ -223,22 +264,53 @@ fn disks(template: &InstanceSpec, instance: &Instance) -> Vec<VirtualMachineVolu
     names.into_iter().map(|name| disk(template, instance, name)).collect()
 }
 
-fn disk(template: &InstanceSpec, instance: &Instance, name: &str) -> VirtualMachineVolumeStatus {
-    let is_in = |spec: &InstanceSpec| spec.volumes.iter().any(|volume| volume.name == name);
+fn has_volume(spec: &InstanceSpec, name: &str) -> bool {
+    spec.volumes.iter().any(|volume| volume.name == name)
+}
+
+fn status_of<'a>(instance: &'a Instance, name: &str) -> Option<&'a VolumeStatus> {
     let mut statuses = instance.status.iter().flat_map(|status| &status.volume_status);
-    let status = statuses.find(|status| status.name == name);
-    let is_ready = status.is_some_and(|status| status.phase.as_deref() == Some(READY));
+    statuses.find(|status| status.name == name)
+}
+
+/// Whether the guest OS has a volume of the instance's spec.
+fn is_ready(instance: &Instance, name: &str) -> bool {
+    let phase = status_of(instance, name).and_then(|status| status.phase.as_deref());
+    phase == Some(READY) && has_volume(&instance.spec, name)
+}
+
+fn disk(template: &InstanceSpec, instance: &Instance, name: &str) -> VirtualMachineVolumeStatus {
     let disks = &instance.spec.domain.devices.disks;
-    let leaves = !is_in(template);
+    let leaves = !has_volume(template, name);
+    let is_ready = is_ready(instance, name);
     VirtualMachineVolumeStatus {
         name: if leaves { detaching_entry(name) } else { name.to_owned() },
         // A disk that leaves counts as attached until it is gone. One that left the instance's spec and was requested again does not
         // count as attached yet: it is still on its way out.
-        attached: leaves || is_ready && is_in(&instance.spec),
+        attached: leaves || is_ready,
         disk_uuid: disks.iter().find(|disk| disk.name == name).and_then(|disk| disk.serial.clone()),
-        error: status.and_then(failure),
+        error: status_of(instance, name).filter(|_| leaves || !is_ready).and_then(failure),
         ..Default::default()
     }
+}
+
+/// What is wrong with the attached disks of an instance.
+fn failures(template: &InstanceSpec, instance: &Instance) -> BTreeMap<String, String> {
+    let has_entry = |name: &&str| has_volume(template, name) && is_ready(instance, name);
+    let names = instance.spec.volumes.iter().map(|volume| volume.name.as_str()).filter(has_entry);
+    let paused = paused_by_io_error(instance);
+    let failure = |name: &str| status_of(instance, name).and_then(failure).or_else(|| paused.clone());
+    names.filter_map(|name| Some((name.to_owned(), failure(name)?))).collect()
+}
+
+/// QEMU pauses a VM that can't write to one of its disks. KubeVirt does not tell which.
+fn paused_by_io_error(instance: &Instance) -> Option<String> {
+    let mut conditions = instance.status.iter().flat_map(|status| &status.conditions);
+    let paused = conditions.find(|one| {
+        one.type_ == PAUSED && one.status == "True" && one.reason.as_deref() == Some(PAUSED_IO_ERROR)
+    })?;
+    let message = paused.message.as_deref().unwrap_or("no message");
+    Some(format!("{PAUSED_IO_ERROR}: the VM is paused after an I/O error of one of its disks: {message}"))
 }
 
 /// Why KubeVirt can't attach a volume, such as `FailedPvcNotFound: PVC data not found`. It retries.
@@ -247,12 +319,15 @@ fn failure(status: &VolumeStatus) -> Option<String> {
     Some(format!("{reason}: {}", status.message.as_deref().unwrap_or("no message")))
 }
 
-/// Whether an instance is in a final phase, so that its VM does not run. On a node that does not answer, nobody knows.
+/// Whether an instance is in a final phase, so that its VM does not run. Nobody knows on a node that does not answer, or after a live
+/// migration that failed: KubeVirt also gives up an instance that runs on a host where it does not look for it.
 fn has_ended(instance: &Instance) -> bool {
     let Some(status) = &instance.status else { return false };
+    let is_lost = status.reason.as_deref() == Some(NODE_UNRESPONSIVE)
+        || status.migration_state.as_ref().is_some_and(|migration| migration.failed);
     match status.phase.as_deref() {
         Some("Succeeded") => true,
-        Some("Failed") => status.reason.as_deref() != Some(NODE_UNRESPONSIVE),
+        Some("Failed") => !is_lost,
         _ => false,
     }
 }
@@ -313,6 +388,13 @@ pub fn is_proven_off(holder: &Holder, instance: Option<&Instance>, launchers: &[
     }
     let successor = instance.and_then(|instance| instance.metadata.uid.as_deref());
     launchers.iter().all(|pod| pod.vm_name != holder.vm || successor == Some(pod.instance_uid.as_str()))
+}
+
+/// Whether nothing runs under the name of a VM, whatever VirtualMachine it belongs to: the instance has ended, and no pod of another one
+/// is left.
+pub fn is_off(instance: Option<&Instance>, launchers: &[Launcher]) -> bool {
+    let ended = instance.and_then(|instance| instance.metadata.uid.as_deref());
+    instance.is_none_or(has_ended) && launchers.iter().all(|pod| Some(pod.instance_uid.as_str()) == ended)
 }
 
 #[cfg(test)]

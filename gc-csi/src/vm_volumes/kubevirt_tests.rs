@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::vm_volumes::{
-    EntryChange, PendingDetach, Refusal, VmApi, attach_result, can_add_entry, detach_result, plan_patch,
-    reported_error, revision, uses_claim,
+    EntryChange, PendingDetach, Refusal, VmApi, attach_result, can_add_entry, detach_result, disk_failure,
+    plan_patch, reported_error, revision, uses_claim,
 };
 
 /// A VM with a root disk and the volumes of these names, whose generation `handled` virt-controller has handled.
@@ -120,6 +120,58 @@ fn an_instance_that_ended_has_no_disks_unless_its_node_does_not_answer() {
 }
 
 #[test]
+fn an_instance_that_failed_after_a_failed_migration_may_run_on_the_other_host() {
+    let migrated = |phase: &str, failed: bool| {
+        let mut one = in_phase(phase, "");
+        one.status.as_mut().unwrap().migration_state = Some(MigrationState { failed });
+        one
+    };
+    assert!(is_off(Some(&migrated("Failed", false)), &[]));
+    assert!(!is_off(Some(&migrated("Failed", true)), &[]));
+    assert!(is_off(None, &[]), "when KubeVirt has deleted it and its pods");
+    assert_eq!(standing(None, Some(&migrated("Failed", true)), &since(3)), Standing::Open);
+}
+
+#[test]
+fn the_power_state_is_that_of_the_instance_if_it_is_known() {
+    let power = |phase: &str, reason: &str| {
+        view(&vm(&["a"], 3), Some(&in_phase(phase, reason))).status.unwrap().power_state
+    };
+    assert_eq!(power("Running", "").as_deref(), Some("PoweredOn"));
+    assert_eq!(power("Failed", "").as_deref(), Some("PoweredOff"));
+    for (phase, reason) in [("Failed", "NodeUnresponsive"), ("Scheduling", ""), ("Unknown", "")] {
+        assert_eq!(power(phase, reason), None, "{phase}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_an_attached_disk_is_no_error_of_an_attach() {
+    let statuses = json!([
+        {"name": "a", "phase": "Ready", "reason": "FailedPvcNotFound", "message": "PVC a not found"},
+        {"name": "b", "phase": "Ready", "reason": "VolumeReady", "message": "attached"},
+        {"name": "c", "phase": "Pending", "reason": "FailedPvcNotFound", "message": "PVC c not found"},
+    ]);
+    let mut there = instance(&["a", "b", "c"], &statuses);
+    let seen = view(&vm(&["a", "b", "c"], 3), Some(&there));
+    assert_eq!(disk_failure(&seen, "a"), Some("FailedPvcNotFound: PVC a not found"));
+    assert_eq!((disk_failure(&seen, "b"), disk_failure(&seen, "c")), (None, None));
+    assert_eq!(reported_error(&seen, "a"), None);
+    assert!(reported_error(&seen, "c").is_some());
+
+    let paused = json!([{"type": "Paused", "status": "True", "reason": "PausedIOError", "message": "low-level IO error"}]);
+    there.status.as_mut().unwrap().conditions = serde_json::from_value(paused).unwrap();
+    let seen = view(&vm(&["a", "b", "c"], 3), Some(&there));
+    let failure = disk_failure(&seen, "b").unwrap();
+    assert!(failure.starts_with("PausedIOError: ") && failure.ends_with("low-level IO error"), "{failure}");
+    assert_eq!(disk_failure(&seen, "c"), None, "it is not attached");
+    there.status.as_mut().unwrap().conditions[0].reason = Some("PausedByUser".to_owned());
+    assert_eq!(disk_failure(&view(&vm(&["b"], 3), Some(&there)), "b"), None);
+    let leaves = view(&vm(&[], 3), Some(&instance(&["a"], &statuses)));
+    assert_eq!(disk_failure(&leaves, "a"), None);
+    assert!(reported_error(&leaves, "a").is_some(), "a detach that failed");
+}
+
+#[test]
 fn a_result_counts_after_virt_controller_has_handled_the_change() {
     let running = instance(&[], &json!([]));
     assert_eq!(standing(Some(&vm(&[], 2)), Some(&running), &since(3)), Standing::Open);
@@ -151,15 +203,34 @@ fn a_vm_is_off_when_its_instance_ended_or_nothing_of_it_is_left() {
     assert!(!off("u0", Some(&running), &[pod("vm", "i"), pod("vm", "i0")]));
 }
 
-fn add(name: &str) -> EntryChange {
-    let serial = Some(format!("serial-{name}"));
-    EntryChange::Add {
-        name: name.to_owned(),
-        claim: name.to_owned(),
-        read_only: false,
-        multi_writer: false,
-        serial,
+#[test]
+fn nothing_runs_under_the_name_of_a_vm_that_is_off() {
+    let pod = |instance: &str| Launcher { vm_name: "vm".to_owned(), instance_uid: instance.to_owned() };
+    assert!(is_off(None, &[]));
+    assert!(!is_off(None, &[pod("i")]), "a missing instance proves nothing while there is a pod");
+    let running = instance(&["a"], &json!([]));
+    assert!(!is_off(Some(&running), &[]) && !is_off(Some(&running), &[pod("i")]));
+    for phase in ["Succeeded", "Failed"] {
+        let ended = in_phase(phase, "");
+        assert!(is_off(Some(&ended), &[]) && is_off(Some(&ended), &[pod("i")]), "its own pod");
+        assert!(!is_off(Some(&ended), &[pod("i"), pod("i0")]), "a pod of an earlier instance");
     }
+    for (phase, reason) in [("Failed", "NodeUnresponsive"), ("Unknown", ""), ("Scheduling", "")] {
+        assert!(!is_off(Some(&in_phase(phase, reason)), &[]), "{phase} {reason}");
+    }
+    // Whatever VirtualMachine it belongs to.
+    let mut orphan = instance(&[], &json!([]));
+    orphan.metadata.owner_references = None;
+    assert!(!is_off(Some(&orphan), &[pod("i")]));
+}
+
+fn add(name: &str) -> EntryChange {
+    add_as(name, false)
+}
+
+fn add_as(name: &str, multi_writer: bool) -> EntryChange {
+    let serial = Some(format!("serial-{name}"));
+    EntryChange::Add { name: name.to_owned(), claim: name.to_owned(), read_only: false, multi_writer, serial }
 }
 
 fn remove(name: &str) -> EntryChange {
@@ -182,6 +253,14 @@ fn one_patch_changes_volumes_and_disks_of_many_entries() {
     );
     assert_eq!(after(&[], &[add("a"), add("b")]), spec(&["a", "b"]));
     assert_eq!(after(&["a"], &[remove("a")]), spec(&[]));
+}
+
+#[test]
+fn only_a_disk_that_several_vms_write_to_is_shareable() {
+    let mut shared = spec(&["a", "b"]);
+    shared["domain"]["devices"]["disks"][2]["shareable"] = json!(true);
+    assert_eq!(after(&["a"], &[add_as("b", true)]), shared);
+    assert_eq!(after(&["a"], &[add_as("b", false)]), spec(&["a", "b"]));
 }
 
 #[test]

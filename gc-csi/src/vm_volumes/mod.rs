@@ -15,8 +15,8 @@ mod vm_api;
 
 pub use observe::{
     AttachStep, AttachedDisk, PendingDetach, Revision, attach_result, can_add_entry, decide_attach,
-    detach_result, disk_uuid, entry_statuses, foreign_entry, is_attached, is_other_guests, references_claim,
-    reported_error, revision, spec_read_only, uses_claim,
+    detach_result, disk_failure, disk_failures, disk_uuid, entry_statuses, foreign_entry, is_attached,
+    is_other_guests, references_claim, reported_error, revision, spec_read_only, uses_claim,
 };
 pub use plan::{EntryChange, PatchPlan, Refusal, confirmed, plan_patch};
 pub use traces::add_traces;

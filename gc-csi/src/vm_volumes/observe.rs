@@ -1,5 +1,7 @@
 //! Observations of a VM: which disks it has, and the results of attaches and detaches.
 
+use std::sync::Arc;
+
 use crds::names::{LABEL_CLUSTER_ID, entry_candidates};
 use crds::{VirtualMachineVolume, VirtualMachineVolumeStatus};
 
@@ -54,6 +56,23 @@ pub fn reported_error(vm: &Vm, entry: &str) -> Option<String> {
     entry_statuses(vm, entry).find_map(|disk| disk.error.clone())
 }
 
+/// What is wrong with the attached disk of an entry, as far as its VM reports it.
+pub fn disk_failure<'a>(vm: &'a Vm, entry: &str) -> Option<&'a str> {
+    vm.spec.failures.get(entry).map(String::as_str)
+}
+
+/// What VMs report as wrong with the attached disk of an entry. The VMs of other guests than this one are left out.
+pub fn disk_failures(vms: &[Arc<Vm>], entry: &str, guest: &str) -> Option<String> {
+    let failure = |vm: &Arc<Vm>| {
+        let failure = disk_failure(vm, entry).filter(|_| !is_other_guests(vm, guest))?;
+        let name = vm.metadata.name.as_deref().unwrap_or_default();
+        Some(format!("VirtualMachine {name} reports about its disk: {failure}"))
+    };
+    let mut failures: Vec<String> = vms.iter().filter_map(failure).collect();
+    failures.sort_unstable();
+    (!failures.is_empty()).then(|| failures.join("; "))
+}
+
 /// Whether a disk of the entry is attached.
 pub fn is_attached(vm: &Vm, entry: &str) -> bool {
     entry_statuses(vm, entry).any(|disk| disk.attached)
@@ -88,11 +107,19 @@ pub enum AttachStep {
 }
 
 /// Decides the first step of an attach from the observed VM; `is_elsewhere` is set if the disk is exclusive and another
-/// VM has it.
-pub fn decide_attach(vm: &Vm, claim: &str, read_only: bool, is_elsewhere: bool) -> AttachStep {
+/// VM has it, and `is_decided_later` if only one of two VMs with the entry gets the disk.
+pub fn decide_attach(
+    vm: &Vm,
+    claim: &str,
+    read_only: bool,
+    is_elsewhere: bool,
+    is_decided_later: bool,
+) -> AttachStep {
     match spec_read_only(vm, claim) {
         Some(now) if now != read_only => AttachStep::Differs(now),
-        // Two VMs that got the entry at the same time must not wait for each other: the storage infra decides.
+        Some(_) if is_elsewhere && !is_decided_later => AttachStep::Elsewhere,
+        // Two VMs that got the entry at the same time must not wait for each other: the storage infra, or the record on the claim,
+        // decides.
         Some(_) => AttachStep::Confirm,
         None if is_elsewhere => AttachStep::Elsewhere,
         None => AttachStep::Add,
@@ -234,6 +261,35 @@ mod tests {
     fn a_disk_that_is_being_detached_is_no_result_of_an_attach() {
         let vm = vm_reporting(&["a:detaching"]);
         assert_eq!(attach_result(&vm, &revision(&vm), "a", None), None);
+    }
+
+    #[test]
+    fn a_vm_that_shares_the_disk_keeps_another_from_having_it_alone() {
+        let (with, without) = (vm_with(&["a"]), vm_with(&[]));
+        for is_decided_later in [false, true] {
+            let step = |vm, is_elsewhere| decide_attach(vm, "a", false, is_elsewhere, is_decided_later);
+            assert_eq!(step(&without, true), AttachStep::Elsewhere);
+            assert_eq!(step(&without, false), AttachStep::Add);
+            assert_eq!(step(&with, false), AttachStep::Confirm);
+            let both = if is_decided_later { AttachStep::Confirm } else { AttachStep::Elsewhere };
+            assert_eq!(step(&with, true), both);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_disk_does_not_name_vms_of_other_guests() {
+        let vm = |name: &str, guest: &str, failure: &str| {
+            let mut vm = vm_with(&["a"]);
+            vm.metadata.name = Some(name.to_owned());
+            vm.metadata.labels = Some([(LABEL_CLUSTER_ID.to_owned(), guest.to_owned())].into());
+            vm.spec.failures = [("a".to_owned(), failure.to_owned())].into();
+            Arc::new(vm)
+        };
+        let vms = [vm("vm-2", "g", "late"), vm("vm-1", "g", "paused"), vm("other", "h", "secret")];
+        let found = disk_failures(&vms, "a", "g").unwrap();
+        let expected = "VirtualMachine vm-1 reports about its disk: paused; VirtualMachine vm-2 reports about its disk: late";
+        assert_eq!(found, expected);
+        assert_eq!(disk_failures(&vms, "b", "g"), None);
     }
 
     #[test]

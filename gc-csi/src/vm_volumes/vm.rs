@@ -1,5 +1,7 @@
 //! A VM as the rules see it, whatever API it comes from.
 
+use std::collections::BTreeMap;
+
 use crds::{VirtualMachineStatus, VirtualMachineVolume};
 use kube::core::Object;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -17,6 +19,9 @@ pub struct VmSpec {
     /// Names of the disks in the VM's object, in its order, where the API lists them apart from the volumes.
     #[serde(skip)]
     pub disks: Vec<String>,
+    /// What is wrong with attached disks, by entry, where the API reports it apart from attach and detach.
+    #[serde(skip)]
+    pub failures: BTreeMap<String, String>,
 }
 
 fn null_is_empty<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<VirtualMachineVolume>, D::Error> {

@@ -72,7 +72,12 @@ fn volume(new: &NewEntry) -> Value {
 }
 
 fn disk(new: &NewEntry) -> Value {
-    json!({"name": new.entry.name, "serial": new.serial, "disk": {"bus": "scsi"}})
+    let mut disk = json!({"name": new.entry.name, "serial": new.serial, "disk": {"bus": "scsi"}});
+    if new.entry.sharing_mode.is_some() {
+        // Without it, QEMU locks the disk against other VMs, and may cache writes.
+        disk["shareable"] = json!(true);
+    }
+    disk
 }
 
 /// Appends to a list, which may be missing if it is empty.

@@ -77,6 +77,14 @@ fn holder(claim: &PersistentVolumeClaim) -> String {
     record["vm"].as_str().unwrap_or_default().to_owned()
 }
 
+/// Whether several VMs may have a claim without a record.
+fn is_shareable(claim: &PersistentVolumeClaim) -> bool {
+    claim.spec.as_ref().is_some_and(|spec| {
+        let modes = spec.access_modes.as_deref().unwrap_or_default();
+        spec.volume_mode.as_deref() == Some("Block") && modes.iter().any(|mode| mode == "ReadWriteMany")
+    })
+}
+
 fn judge(tier: Tier, machines: &[Machine], claims: &[PersistentVolumeClaim]) -> Finding {
     let mut found: Vec<String> = machines.iter().flat_map(|machine| differing(machine, claims)).collect();
     // A VM and its instance usually name the same claims.
@@ -101,10 +109,14 @@ fn differing(machine: &Machine, claims: &[PersistentVolumeClaim]) -> Vec<String>
         claim.namespace().is_some_and(|namespace| namespace == machine.namespace)
             && machine.claims.contains(&claim.name_any())
     };
-    let others = claims.iter().filter(is_here).map(|claim| (claim.name_any(), holder(claim)));
-    let others = others.filter(|(_, holder)| *holder != machine.name);
+    let is_differing = |claim: &&PersistentVolumeClaim| {
+        let holder = holder(claim);
+        holder != machine.name && !(holder.is_empty() && is_shareable(claim))
+    };
+    let others = claims.iter().filter(is_here).filter(is_differing);
     others
-        .map(|(claim, holder)| {
+        .map(|claim| {
+            let (claim, holder) = (claim.name_any(), holder(claim));
             let holder = if holder.is_empty() { "none".to_owned() } else { holder };
             format!("{}/{} has claim {claim}, which records {holder}", machine.namespace, machine.name)
         })
@@ -144,6 +156,18 @@ mod tests {
         let why = finding.why.unwrap();
         assert!(why.contains("n/vm-2 has claim a, which records vm-1"), "{why}");
         assert!(why.contains("n/vm-2 has claim b, which records none"), "{why}");
+        let modes = |modes: &[&str], mode: &str| json!({"accessModes": modes, "volumeMode": mode});
+        for (spec, record, expected) in [
+            (modes(&["ReadWriteMany"], "Block"), None, Level::Ok),
+            (modes(&["ReadWriteMany"], "Block"), Some("vm-1"), Level::Error),
+            (modes(&["ReadWriteMany"], "Filesystem"), None, Level::Error),
+            (modes(&["ReadWriteOnce"], "Block"), None, Level::Error),
+        ] {
+            let spec = serde_json::from_value(spec).unwrap();
+            let shared = PersistentVolumeClaim { spec: Some(spec), ..claim("s", record) };
+            let found = judge(Tier::Management, &[vm("vm-1", &["s"]), vm("vm-2", &["s"])], &[shared]);
+            assert_eq!(found.level, expected, "{record:?}: {:?}", found.why);
+        }
         let elsewhere = Machine { namespace: "m".to_owned(), ..vm("vm-2", &["a"]) };
         assert_eq!(level(&[elsewhere]), Level::Ok);
     }

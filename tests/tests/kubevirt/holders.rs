@@ -18,14 +18,14 @@ use super::super::requests::{count_by_kind, settled_requests};
 use super::{Clusters, Disk, GUEST};
 
 /// A VM of the guest that is not a node. It has no boot loader.
-struct Spare {
-    name: String,
+pub(super) struct Spare {
+    pub(super) name: String,
     uuid: String,
 }
 
 impl Spare {
     /// Creates it from the template of a node. Returns when its instance runs.
-    async fn create(clusters: &Clusters, node: &str) -> Result<Self> {
+    pub(super) async fn create(clusters: &Clusters, node: &str) -> Result<Self> {
         let (name, uuid) = (unique("spare"), Uuid::new_v4().to_string());
         let machines = clusters.kubevirt("VirtualMachine");
         let mut spec = machines.get(node).await?.data["spec"].clone();
@@ -49,7 +49,7 @@ impl Spare {
     }
 
     /// Waits until an instance other than `former` runs, with all its disks; returns its UID.
-    async fn runs(&self, clusters: &Clusters, former: Option<&str>) -> Result<String> {
+    pub(super) async fn runs(&self, clusters: &Clusters, former: Option<&str>) -> Result<String> {
         let instances = clusters.kubevirt("VirtualMachineInstance");
         eventually(&format!("an instance of {} runs", self.name), PATIENCE, || async {
             let Some(instance) = instances.get_opt(&self.name).await? else {

@@ -13,12 +13,13 @@ use serde_json::{Value, json};
 use tests::{PATIENCE, eventually, unique};
 use uuid::Uuid;
 
+use super::shared_block::only_shareable_claims_are_shared;
 use super::{Clusters, GUEST};
 
 /// The account of a guest of the namespace.
-struct Account {
+pub(super) struct Account {
     client: Client,
-    cluster_id: String,
+    pub(super) cluster_id: String,
     /// End of the names of its policies.
     policies: String,
     namespace: String,
@@ -35,7 +36,7 @@ impl Account {
     }
 
     /// Sends a patch of a VM or claim as a dry run.
-    async fn patch(&self, kind: &str, name: &str, patch: &Value) -> kube::Result<()> {
+    pub(super) async fn patch(&self, kind: &str, name: &str, patch: &Value) -> kube::Result<()> {
         let group = if kind == "VirtualMachine" { "kubevirt.io" } else { "" };
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind));
         let api: Api<DynamicObject> = Api::namespaced_with(self.client.clone(), &self.namespace, &resource);
@@ -44,7 +45,14 @@ impl Account {
     }
 
     /// Waits until a policy refuses the patch with this text: policies see changes some time after they are made.
-    async fn is_refused(&self, by: &str, kind: &str, name: &str, patch: &Value, text: &str) -> Result<()> {
+    pub(super) async fn is_refused(
+        &self,
+        by: &str,
+        kind: &str,
+        name: &str,
+        patch: &Value,
+        text: &str,
+    ) -> Result<()> {
         let policy = format!("ValidatingAdmissionPolicy '{by}.{}'", self.policies);
         eventually(&format!("{policy} refuses {patch} of {name}"), PATIENCE, || async {
             Ok(match self.patch(kind, name, patch).await {
@@ -60,7 +68,7 @@ impl Account {
         .await
     }
 
-    async fn is_permitted(&self, kind: &str, name: &str, patch: &Value) -> Result<()> {
+    pub(super) async fn is_permitted(&self, kind: &str, name: &str, patch: &Value) -> Result<()> {
         eventually(&format!("{patch} of {name} is permitted"), PATIENCE, || async {
             Ok(self.patch(kind, name, patch).await.map_err(|error| error.to_string()))
         })
@@ -69,16 +77,16 @@ impl Account {
 }
 
 /// A stopped VM of a guest.
-struct Machine {
-    name: String,
+pub(super) struct Machine {
+    pub(super) name: String,
     uid: String,
-    volumes: Vec<Value>,
-    disks: Vec<Value>,
+    pub(super) volumes: Vec<Value>,
+    pub(super) disks: Vec<Value>,
 }
 
 impl Machine {
     /// Creates one with a fixed volume and this hot-plugged claim.
-    async fn create(clusters: &Clusters, guest: &str, plugged: &str) -> Result<Self> {
+    pub(super) async fn create(clusters: &Clusters, guest: &str, plugged: &str) -> Result<Self> {
         let name = unique("stopped");
         let root = json!({"name": "root", "containerDisk": {"image": "none.example/none:1"}});
         let volumes = vec![root, volume(plugged)];
@@ -96,65 +104,79 @@ impl Machine {
     }
 
     /// The record that names it.
-    fn record(&self) -> String {
+    pub(super) fn record(&self) -> String {
         json!({"take": "0123456789abcdef", "uid": self.uid, "vm": self.name}).to_string()
     }
 
     /// A patch that adds these to its lists.
-    fn with(&self, volumes: &[Value], disks: &[Value]) -> Value {
+    pub(super) fn with(&self, volumes: &[Value], disks: &[Value]) -> Value {
         template(&[&self.volumes, volumes].concat(), &[&self.disks, disks].concat())
     }
 
     /// A patch that attaches a claim as gc-csi does.
-    fn attach(&self, claim: &str) -> Value {
+    pub(super) fn attach(&self, claim: &str) -> Value {
         self.with(&[volume(claim)], &[disk(claim)])
     }
 }
 
-fn template(volumes: &[Value], disks: &[Value]) -> Value {
+pub(super) fn template(volumes: &[Value], disks: &[Value]) -> Value {
     json!({"spec": {"template": {"spec": {
         "domain": {"devices": {"disks": disks}}, "volumes": volumes,
     }}}})
 }
 
-fn volume(claim: &str) -> Value {
+pub(super) fn volume(claim: &str) -> Value {
     json!({"name": claim, "persistentVolumeClaim": {"claimName": claim, "hotpluggable": true}})
 }
 
-fn disk(name: &str) -> Value {
+pub(super) fn disk(name: &str) -> Value {
     json!({"name": name, "serial": Uuid::new_v4(), "disk": {"bus": "scsi"}})
 }
 
-fn recorded(record: impl Into<Option<String>>) -> Value {
+pub(super) fn recorded(record: impl Into<Option<String>>) -> Value {
     json!({"metadata": {"annotations": {ANNOTATION_ATTACHED_TO: record.into()}}})
 }
 
 /// A claim that is not bound.
 async fn claim(clusters: &Clusters, labels: Value, annotations: Value) -> Result<String> {
+    let mode = json!({"accessModes": ["ReadWriteOnce"], "volumeMode": "Block"});
+    claim_with(clusters, labels, annotations, mode).await
+}
+
+/// A claim with this spec that is not bound.
+pub(super) async fn claim_with(
+    clusters: &Clusters,
+    labels: Value,
+    annotations: Value,
+    mode: Value,
+) -> Result<String> {
     let name = unique("claim");
+    let mut spec = json!({"storageClassName": "none", "resources": {"requests": {"storage": "4Mi"}}});
+    json_patch::merge(&mut spec, &mode);
     let claim = json!({
         "metadata": {"name": name, "labels": labels, "annotations": annotations},
-        "spec": {
-            "accessModes": ["ReadWriteOnce"], "volumeMode": "Block", "storageClassName": "none",
-            "resources": {"requests": {"storage": "4Mi"}},
-        },
+        "spec": spec,
     });
     clusters.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
     Ok(name)
 }
 
-async fn record(clusters: &Clusters, claim: &str, record: impl Into<Option<String>>) -> Result<()> {
+pub(super) async fn record(
+    clusters: &Clusters,
+    claim: &str,
+    record: impl Into<Option<String>>,
+) -> Result<()> {
     let claims: Api<PersistentVolumeClaim> = clusters.claims();
     claims.patch(claim, &PatchParams::default(), &Patch::Merge(recorded(record))).await?;
     Ok(())
 }
 
 /// Two guests of one namespace, each with a stopped VM and a claim that is plugged into it.
-struct Two {
-    guest: Account,
-    neighbour: Account,
-    own: Machine,
-    others: Machine,
+pub(super) struct Two {
+    pub(super) guest: Account,
+    pub(super) neighbour: Account,
+    pub(super) own: Machine,
+    pub(super) others: Machine,
     own_claim: String,
     others_claim: String,
 }
@@ -191,6 +213,7 @@ async fn the_api_server_checks_which_vm_of_which_guest_may_have_a_claim() -> Res
     let two = Two::create(&clusters, &neighbour).await?;
     entries_need_the_record(&clusters, &two).await?;
     entries_have_no_other_fields(&clusters, &two).await?;
+    only_shareable_claims_are_shared(&clusters, &two).await?;
     records_name_own_machines(&clusters, &two).await?;
     records_are_kept_while_a_vm_has_the_claim(&clusters, &two).await?;
     instances_keep_records(&clusters, &two).await?;
@@ -251,12 +274,12 @@ async fn entries_have_no_other_fields(clusters: &Clusters, two: &Two) -> Result<
         let patch = own.with(&[one], &[disk(&free)]);
         guest.is_refused("kubevirt", "VirtualMachine", &own.name, &patch, "hot-pluggable claims").await?;
     }
-    let mut shareable = disk(&free);
-    shareable["shareable"] = json!(true);
+    let mut cached = disk(&free);
+    cached["cache"] = json!("writeback");
     let lun = json!({"name": free, "lun": {"bus": "scsi", "reservation": true}});
-    for one in [shareable, lun] {
+    for one in [cached, lun] {
         let patch = own.with(&[volume(&free)], &[one]);
-        guest.is_refused("kubevirt", "VirtualMachine", &own.name, &patch, "such as shareable").await?;
+        guest.is_refused("kubevirt", "VirtualMachine", &own.name, &patch, "such as lun").await?;
     }
     let root = json!({"name": "root", "persistentVolumeClaim": {"claimName": free, "hotpluggable": true}});
     let patch = own.with(&[root], &[]);

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::ResourceExt;
 use kube::api::DeleteParams;
 use serde_json::json;
-use tests::driver::{block, new_volume};
+use tests::driver::{block, mount, new_volume};
 use tests::guest::handle;
 use tests::pods::{self, ClaimOptions, PodScenario, Script, Volume, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
@@ -62,15 +62,19 @@ async fn a_deleted_claim_leaves_nothing_with_the_policy_delete_and_everything_wi
 }
 
 #[tokio::test]
-async fn a_volume_for_several_vms_is_refused_before_anything_is_created() -> Result<()> {
+async fn files_for_several_vms_and_readers_are_refused_before_anything_is_created() -> Result<()> {
     run(|s| async move {
-        for mode in [Mode::MultiNodeMultiWriter, Mode::MultiNodeReaderOnly] {
+        for (capability, text) in [
+            (mount(Mode::MultiNodeMultiWriter), "filesystem"),
+            (mount(Mode::MultiNodeReaderOnly), "KubeVirt"),
+            (block(Mode::MultiNodeReaderOnly), "KubeVirt"),
+        ] {
             let mut request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
-            request.volume_capabilities = vec![block(mode)];
+            request.volume_capabilities = vec![capability];
             let claim = s.claim_name(&request.name);
             let refused = s.driver.create(request).await.unwrap_err();
             ensure!(refused.code() == Code::InvalidArgument, "{refused}");
-            ensure!(refused.message().contains("KubeVirt"), "{refused}");
+            ensure!(refused.message().contains(text), "{refused}");
             ensure!(s.claims().get_opt(&claim).await?.is_none(), "{claim} was created");
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! The attach protocol with KubeVirt, which attaches a disk to every VM that asks for it: gc-csi records on the claim which VM may have
 //! it. The model explores two VMs, two replicas of gc-csi, virt-controller and the instances in every order, with stale caches, late
-//! PATCHes of callers that are gone, and a VM that ends.
+//! PATCHes of callers that are gone, and a VM that ends. A claim whose VMs share the disk is a second kind of it.
 //!
 //! The decisions are those of [`gc_csi::vm_volumes`]; see [`objects`].
 
@@ -17,6 +17,8 @@ use crate::{STAYS_ATTACHED, TRUE_RESULTS, TWO_WRITERS};
 
 /// A disk is attested blank only under its first attachment.
 pub const TRUE_ATTESTATIONS: &str = "attestations are true";
+/// Both VMs have a disk that they share.
+pub const BOTH_HAVE_IT: &str = "both VMs have the disk";
 /// The disk reaches the second VM.
 pub const MOVES: &str = "the disk moves to the other VM";
 
@@ -51,7 +53,9 @@ impl Model for Protocol {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            Property::always(TWO_WRITERS, |_, state: &State| !state.vms.iter().all(|vm| vm.plugged)),
+            Property::always(TWO_WRITERS, |_, state: &State| {
+                state.budget.shared || !state.vms.iter().all(|vm| vm.plugged)
+            }),
             Property::always(TRUE_RESULTS, |_, state: &State| !state.false_result),
             Property::always(TRUE_ATTESTATIONS, |_, state: &State| !state.false_attestation),
             Property::always(STAYS_ATTACHED, |_, state: &State| {
@@ -59,6 +63,9 @@ impl Model for Protocol {
                     vm.attachment == state::Attachment::Attached && !vm.plugged && !vm.ended
                 };
                 !state.vms.iter().any(is_lost)
+            }),
+            Property::sometimes(BOTH_HAVE_IT, |_, state: &State| {
+                state.vms.iter().all(|vm| vm.attachment == state::Attachment::Attached)
             }),
             Property::sometimes(MOVES, |_, state: &State| {
                 state.vms[1].attachment == state::Attachment::Attached && state.vms[0].was_attached

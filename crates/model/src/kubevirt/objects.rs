@@ -81,14 +81,16 @@ fn revision(at: VmIndex, generation: u8) -> Revision {
 }
 
 /// [`vm_volumes::decide_attach`] and [`vm_volumes::can_add_entry`]: whether the attach goes on.
-pub fn may_attach(at: VmIndex, seen: Seen, other: Seen) -> bool {
-    memoized!((VmIndex, Seen, Seen) => bool, (at, seen, other), |(at, seen, other)| decide_attach(at, seen, other))
+pub fn may_attach(at: VmIndex, seen: Seen, other: Seen, shared: bool) -> bool {
+    type Input = (VmIndex, Seen, Seen, bool);
+    let rule = |(at, seen, other, shared)| decide_attach(at, seen, other, shared);
+    memoized!(Input => bool, (at, seen, other, shared), rule)
 }
 
-fn decide_attach(at: VmIndex, seen: Seen, other: Seen) -> bool {
+fn decide_attach(at: VmIndex, seen: Seen, other: Seen, shared: bool) -> bool {
     let vm = view(at, seen);
-    let is_elsewhere = vm_volumes::uses_claim(&view(1 - at, other), CLAIM, &entry());
-    let step = vm_volumes::decide_attach(&vm, CLAIM, false, is_elsewhere);
+    let is_elsewhere = !shared && vm_volumes::uses_claim(&view(1 - at, other), CLAIM, &entry());
+    let step = vm_volumes::decide_attach(&vm, CLAIM, false, is_elsewhere, !shared);
     matches!(step, AttachStep::Add | AttachStep::Confirm)
         && vm_volumes::can_add_entry(Some(&vm), CLAIM, &entry())
 }
@@ -189,8 +191,13 @@ pub fn attests(at: VmIndex, record: Record, is_unused: bool) -> bool {
     }
     let claim =
         ObjectMeta { uid: Some("uid".to_owned()), annotations: Some(annotations), ..ObjectMeta::default() };
-    let evidence =
-        Evidence { claim: &claim, volume: Some("pvc-uid"), has_source: false, is_class_blank: true };
+    let evidence = Evidence {
+        claim: &claim,
+        volume: Some("pvc-uid"),
+        has_source: false,
+        is_shareable: false,
+        is_class_blank: true,
+    };
     blank::attest(text(record).as_deref(), &holder(at), evidence, || Some(attestation())).is_some()
 }
 

@@ -22,6 +22,9 @@ pub struct Budget {
     pub ends: u8,
     /// Replicas of gc-csi.
     pub replicas: usize,
+    /// Whether the VMs share the disk: its claim is [shareable](gc_csi::vm_volumes::holder::is_shareable), and all attaches ask for it
+    /// so.
+    pub shared: bool,
 }
 
 /// Rules of the implementation. Tests break single rules, to prove that the properties detect it.

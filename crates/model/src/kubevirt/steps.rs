@@ -212,7 +212,7 @@ fn gc_continues(state: &mut State, at: VmIndex, replica: ReplicaIndex, rules: Ru
 fn starts_attach(state: &State, at: VmIndex, replica: ReplicaIndex, rules: Rules) -> Option<Stage> {
     let (cached, other) = (state.cached(at, replica), state.cached(1 - at, replica));
     let stage = if rules.take_claims { Stage::Take(cached) } else { Stage::Patch(cached) };
-    objects::may_attach(at, cached, other).then_some(stage)
+    objects::may_attach(at, cached, other, state.budget.shared).then_some(stage)
 }
 
 /// The first stage of a detach; None if there is nothing to detach.
@@ -223,7 +223,9 @@ fn starts_detach(state: &State, at: VmIndex, replica: ReplicaIndex, call: &mut C
     let (seen, live) = (state.cached(at, replica), state.live(at));
     match () {
         () if objects::references_claim(at, seen) => Some(Stage::Patch(seen)),
-        () if objects::references_claim(at, live) || call.held.is_some() => Some(Stage::Patch(live)),
+        () if objects::references_claim(at, live) || call.held.is_some() || state.budget.shared => {
+            Some(Stage::Patch(live))
+        }
         () => None,
     }
 }
@@ -232,6 +234,9 @@ fn starts_detach(state: &State, at: VmIndex, replica: ReplicaIndex, call: &mut C
 fn takes(state: &mut State, at: VmIndex, base: Seen, rules: Rules) -> Option<Stage> {
     let other = state.vms[1 - at].instance;
     objects::may_take(at, state.record, other).then(|| {
+        if state.budget.shared {
+            return Stage::Patch(base);
+        }
         let is_blank = objects::attests(at, state.record, state.unused || !rules.attest_unused);
         state.takes += 1;
         state.record = Some((at, state.takes, is_blank));

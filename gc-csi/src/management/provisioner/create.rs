@@ -350,6 +350,7 @@ impl Provisioner {
     fn attests_blank(&self, request: &NewClaim) -> bool {
         self.vms.vm_api().has_holders()
             && request.source.is_none()
+            && !request.access_modes.contains(&"ReadWriteMany")
             && self.classes.has_blank_volumes(&request.class)
     }
 

@@ -164,7 +164,9 @@ impl VolumeEntries {
         let entry = claim.entry();
         let mut others = if *exclusive { self.vms.using(claim) } else { Vec::new() };
         others.retain(|other| other != vm_name);
-        let step = vm_volumes::decide_attach(&vm, claim, *read_only, !others.is_empty());
+        // Nothing decides between VMs that have the entry of a shareable claim.
+        let is_decided_later = !self.is_shareable(claim);
+        let step = vm_volumes::decide_attach(&vm, claim, *read_only, !others.is_empty(), is_decided_later);
         if step == AttachStep::Elsewhere
             && let Some(other) = others.into_iter().next()
         {
@@ -249,7 +251,7 @@ impl VolumeEntries {
             name: entry.to_owned(),
             claim: request.claim.clone().into(),
             read_only: request.read_only,
-            multi_writer: self.needs_multi_writer(&request.claim),
+            multi_writer: self.is_multi_writer(request),
             serial: self.holders.is_some().then(|| kubevirt::serial(volume)),
         };
         self.committer.add(operation, change, request.boot.clone()).await.map_err(|error| match error {
@@ -303,7 +305,11 @@ impl VolumeEntries {
         self.vms.watch_error().is_none() && self.attached.contains(&disk_key(claim, vm_name), uid)
     }
 
-    fn needs_multi_writer(&self, claim: &ClaimName) -> bool {
+    /// Whether the entry must let other VMs write to the disk.
+    fn is_multi_writer(&self, Attach { claim, exclusive, .. }: &Attach) -> bool {
+        if self.holders.is_some() {
+            return !exclusive && self.is_shareable(claim);
+        }
         let claim = self.claims.get(claim);
         claim.is_some_and(|claim| self.vm_operator.needs_multi_writer(&claim.spec.access_modes))
     }

@@ -276,10 +276,10 @@ impl Committer {
         let holder = Holder::of(vm_name, vm);
         let taking = batch.iter().map(|request| async {
             match &request.change {
-                EntryChange::Add { claim, .. } => {
-                    let taken =
-                        holders.take(&ClaimName::new(claim), &holder, request.boot.as_deref()).await?;
-                    *request.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+                EntryChange::Add { claim, multi_writer, .. } => {
+                    let (claim, boot) = (ClaimName::new(claim), request.boot.as_deref());
+                    let taken = holders.take(&claim, &holder, boot, *multi_writer).await?;
+                    *request.taken.lock().unwrap_or_else(PoisonError::into_inner) = taken;
                     Ok::<_, TakeError>(())
                 }
                 EntryChange::Remove { .. } => Ok(()),

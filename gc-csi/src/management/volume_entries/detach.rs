@@ -119,11 +119,12 @@ impl VolumeEntries {
         // Before the VM is changed: what is given back later is what was held then.
         let held = self.held(claim, vm_name).await?;
         let vm = match (self.find_involved(claim, vm_name, &entry).await?, &held) {
-            (None, None) => return Ok(()),
-            (None, Some(_)) => self.read(vm_name).await.map_err(DetachError::Commit)?.map(Arc::new),
+            (None, None) if !self.is_shareable(claim) => return Ok(()),
+            // A VM that has no entry may still run with the disk.
+            (None, _) => self.read(vm_name).await.map_err(DetachError::Commit)?.map(Arc::new),
             (vm, _) => vm,
         };
-        let Some(vm) = vm else { return self.give_back(claim, vm_name, held, None).await };
+        let Some(vm) = vm else { return self.leave_vm(claim, vm_name, held).await };
         if self.is_other_guests_disk(&vm, claim) {
             return Err(DetachError::NotOwned { claim: claim.to_owned(), vm_name: vm_name.to_owned() });
         }
@@ -135,7 +136,7 @@ impl VolumeEntries {
                 let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
                 return Err(DetachError::Kept { claim, vm_name, reason });
             }
-            Err(CommitError::VmNotFound(_)) => return self.give_back(claim, vm_name, held, None).await,
+            Err(CommitError::VmNotFound(_)) => return self.leave_vm(claim, vm_name, held).await,
             Err(error) => return Err(DetachError::Commit(error)),
         };
         let known = self.vms.get(vm_name).and_then(|vm| vm_volumes::reported_error(&vm, &entry));
@@ -176,6 +177,23 @@ impl VolumeEntries {
     ) -> Result<Option<(String, Holder)>, DetachError> {
         let Some(holders) = &self.holders else { return Ok(None) };
         holders.held_by(claim, vm_name).await.map_err(|source| self.api_error(vm_name, source))
+    }
+
+    /// Detaches the disk from a VM that is gone: where claims have holders, it must be proven off.
+    async fn leave_vm(
+        &self,
+        claim: &ClaimName,
+        vm_name: &VmName,
+        held: Option<(String, Holder)>,
+    ) -> Result<(), DetachError> {
+        let is_off = match &held {
+            None if self.is_shareable(claim) => self.vms.is_off(vm_name).await,
+            _ => Ok(true),
+        };
+        if !is_off.map_err(|source| self.api_error(vm_name, source))? {
+            return Err(DetachError::NotOff { claim: claim.clone(), vm_name: vm_name.clone() });
+        }
+        self.give_back(claim, vm_name, held, None).await
     }
 
     /// Gives the claim back. The VM with the UID `detached` is proven to not have the disk; another holder must be proven off.

@@ -16,7 +16,7 @@ use super::claims::Claims;
 use super::classes::Classes;
 use super::consumers::Consumers;
 use super::error::ApiError;
-use super::holders::Holders;
+use super::holders::{Holders, is_shareable};
 use super::identity::{GuestIdentity, Relation};
 use super::recent_outcomes::RecentOutcomes;
 use super::virtual_machines::VirtualMachines;
@@ -91,6 +91,12 @@ impl VolumeEntries {
         }
         let lagging = || ApiError::Unavailable("the watch of the management cluster lags behind".to_owned());
         is_current.then_some(()).ok_or_else(lagging)
+    }
+
+    /// Whether several VMs may have the disk of a claim without a record, where claims have holders.
+    fn is_shareable(&self, claim: &ClaimName) -> bool {
+        let claim = self.holders.as_ref().and_then(|_| self.claims.get(claim));
+        claim.is_some_and(|claim| is_shareable(&claim))
     }
 
     async fn read(&self, vm_name: &VmName) -> Result<Option<Vm>, CommitError> {

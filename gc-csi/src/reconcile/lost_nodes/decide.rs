@@ -1,7 +1,8 @@
 //! Whether gc-csi taints a guest Node as out of service, or takes its taint back. Pure.
 //!
 //! The taint lets Kubernetes delete the Node's pods and start them elsewhere, so it needs a proof: the Node is not ready, and
-//! the storage infra has just proven that its VM does not run. gc-csi recognizes its own taint by the value, and leaves all
+//! the storage infra has just proven that its VM does not run. With KubeVirt, gc-csi reads the proof itself: the instance has ended, or
+//! there is neither an instance nor a pod of one. gc-csi recognizes its own taint by the value, and leaves all
 //! others alone.
 
 use std::fmt;
@@ -18,12 +19,12 @@ use crate::vm_volumes::{Vm, VmApi};
 pub(crate) enum TaintPolicy {
     /// Only people declare a Node out of service.
     Never,
-    /// When the storage infra has proven that its VM is off or gone.
+    /// When its VM is proven off or gone: by the storage infra, or by KubeVirt.
     #[default]
     Proven,
 }
 
-/// The proof on a VirtualMachine that it is off, as observed by this process.
+/// The proof that a VM is off, as observed by this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Proof {
     /// There is none.
@@ -70,7 +71,7 @@ pub(super) enum Obstacle {
     OtherGuests,
     OtherUuid,
     NotProven,
-    NoProver,
+    MayRun,
     Stale,
     OtherClock,
 }
@@ -90,7 +91,10 @@ impl fmt::Display for Obstacle {
             Self::NotProven => {
                 "the storage infra has not proven that its VM is off: the VM runs, is saved, cannot be inspected, or had no volume"
             }
-            Self::NoProver => "with KubeVirt, nothing proves that its VM is off",
+            Self::MayRun => {
+                "its VM may run: it has an instance that has not ended, or whose host does not answer, or a pod virt-launcher; if their \
+                 host is lost, fence it, and then delete them"
+            }
             Self::Stale => {
                 "the proof that its VM is off is no longer renewed; ask the platform team whether mgmt-csi runs and reaches the \
                  storage infra"
@@ -101,6 +105,12 @@ impl fmt::Display for Obstacle {
             }
         })
     }
+}
+
+/// Whether the decision about a Node depends on the proof.
+pub(super) fn needs_proof(policy: TaintPolicy, node: &Node) -> bool {
+    let is_declared = || node.taints.iter().any(is_out_of_service);
+    node.taints.iter().any(is_own) || policy == TaintPolicy::Proven && is_lost(node) && !is_declared()
 }
 
 /// What to do with a Node.
@@ -140,7 +150,7 @@ fn obstacle(facts: &Facts<'_>) -> Option<Obstacle> {
         return Some(Obstacle::OtherGuests);
     }
     match facts.proof {
-        Proof::None if facts.vm_api == VmApi::KubeVirt => Some(Obstacle::NoProver),
+        Proof::None if facts.vm_api == VmApi::KubeVirt => Some(Obstacle::MayRun),
         Proof::None => Some(Obstacle::NotProven),
         Proof::Stale => Some(Obstacle::Stale),
         Proof::OtherClock => Some(Obstacle::OtherClock),

@@ -42,10 +42,24 @@ fn facts<'a>(node: &'a Node, vm: &'a Vm, proof: Proof) -> Facts<'a> {
 }
 
 #[test]
-fn with_kubevirt_a_lost_node_is_left_to_people() {
+fn with_kubevirt_the_report_says_what_may_run() {
     let (node, off) = (node(Some("Unknown"), Vec::new()), off());
     let facts = Facts { vm_api: VmApi::KubeVirt, ..facts(&node, &off, Proof::None) };
-    assert_eq!(decide(&facts), Decision::Report(Obstacle::NoProver));
+    assert_eq!(decide(&facts), Decision::Report(Obstacle::MayRun));
+}
+
+#[test]
+fn the_proof_is_needed_only_where_it_can_change_the_decision() {
+    let taints = [vec![], own(), vec![taint("nodeshutdown", "NoExecute")]];
+    for (taints, ready) in taints.iter().flat_map(|taints| READY.map(|ready| (taints, ready))) {
+        for policy in [TaintPolicy::Proven, TaintPolicy::Never] {
+            let (node, off) = (node(ready, taints.clone()), off());
+            let decisions = PROOFS.map(|proof| decide(&Facts { policy, ..facts(&node, &off, proof) }));
+            let differ = decisions.iter().any(|one| *one != decisions[0]);
+            assert!(needs_proof(policy, &node) || !differ, "{taints:?}, ready: {ready:?}, {policy:?}");
+        }
+    }
+    assert!(!needs_proof(TaintPolicy::Proven, &node(Some("True"), Vec::new())));
 }
 
 #[test]
@@ -143,6 +157,7 @@ fn every_obstacle_has_its_own_text() {
         Obstacle::OtherGuests,
         Obstacle::OtherUuid,
         Obstacle::NotProven,
+        Obstacle::MayRun,
         Obstacle::Stale,
         Obstacle::OtherClock,
     ];

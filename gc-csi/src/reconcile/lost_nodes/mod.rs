@@ -1,6 +1,5 @@
-//! Lost Nodes: taints a Node that is not ready as out of service if the storage infra has proven that its VM is off or gone, and
-//! takes that taint back when the VM runs again. Kubernetes then moves the Node's pods without a person. Taints that people set
-//! are left alone; see [`super::out_of_service`].
+//! Lost Nodes: taints a Node that is not ready as out of service if its VM is proven off or gone, and takes that taint back when
+//! the VM runs again. Kubernetes then moves the Node's pods without a person. Taints that people set are left alone; see [`super::out_of_service`].
 
 mod decide;
 mod proofs;
@@ -8,6 +7,7 @@ mod taint;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use crds::names::VmName;
 use kube::api::{Patch, PatchParams};
@@ -22,11 +22,14 @@ use super::zones::Zones;
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::VirtualMachines;
-use crate::vm_volumes::Vm;
-use decide::{Decision, Facts, Obstacle, decide};
+use crate::vm_volumes::{Vm, VmApi};
+use decide::{Decision, Facts, Obstacle, Proof, decide, needs_proof};
 
 pub(crate) use decide::TaintPolicy;
 pub(super) use proofs::Proofs;
+
+/// How often KubeVirt's objects of a VM are read while its Node is not ready: pods virt-launcher are not watched.
+const KUBEVIRT_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Taints lost Nodes.
 pub(super) struct LostNodes {
@@ -68,7 +71,8 @@ impl LostNodes {
             return Ok(NextAction::AwaitChange);
         };
         let vm = self.vms.get(name);
-        let decision = self.decide(name, &node, vm.as_deref());
+        let (proof, ends) = self.proof(name, &node, vm.as_deref()).await?;
+        let decision = self.decide(&node, vm.as_deref(), proof);
         let obstacle = match decision {
             Decision::Report(obstacle) => Some(obstacle),
             Decision::Nothing | Decision::Taint | Decision::Untaint => None,
@@ -78,19 +82,38 @@ impl LostNodes {
             (Decision::Nothing | Decision::Report(_), _) => {}
             (Decision::Taint | Decision::Untaint, _) => return self.change(name, decision).await,
         }
-        // A proof that is not renewed ends without a change.
-        let ends = vm.and_then(|vm| self.proofs.of(name, &vm).1);
+        // A proof begins or ends without a change of an object that is watched.
         Ok(ends.map_or(NextAction::AwaitChange, NextAction::RequeueAfter))
     }
 
-    fn decide(&self, name: &VmName, node: &Node, vm: Option<&Vm>) -> Decision {
+    /// The proof that a VM is off, and when it may be another one without a change.
+    async fn proof(
+        &self,
+        name: &VmName,
+        node: &Node,
+        vm: Option<&Vm>,
+    ) -> Result<(Proof, Option<Duration>), String> {
+        let Some(vm) = vm else { return Ok((Proof::None, None)) };
+        match self.vms.vm_api() {
+            VmApi::VmOperator => Ok(self.proofs.of(name, vm)),
+            VmApi::KubeVirt if !needs_proof(self.policy, node) => Ok((Proof::None, None)),
+            VmApi::KubeVirt => {
+                let unread = |error| format!("failed to read whether VM {name} runs: {error}");
+                let is_off = self.vms.is_off(name).await.map_err(unread)?;
+                let proof = if is_off { Proof::Fresh } else { Proof::None };
+                Ok((proof, Some(KUBEVIRT_INTERVAL)))
+            }
+        }
+    }
+
+    fn decide(&self, node: &Node, vm: Option<&Vm>, proof: Proof) -> Decision {
         decide(&Facts {
             policy: self.policy,
             node,
             vm,
             is_other_guests: vm.is_some_and(|vm| self.vms.is_other_guests(vm)),
             vm_api: self.vms.vm_api(),
-            proof: vm.map_or(decide::Proof::None, |vm| self.proofs.of(name, vm).0),
+            proof,
         })
     }
 
@@ -102,7 +125,9 @@ impl LostNodes {
         let Some(node) = self.api.get_opt(name).await.map_err(|error| fail(&error))? else {
             return Ok(NextAction::AwaitChange);
         };
-        if self.decide(name, &node, self.vms.get(name).as_deref()) != decided {
+        let vm = self.vms.get(name);
+        let (proof, _) = self.proof(name, &node, vm.as_deref()).await?;
+        if self.decide(&node, vm.as_deref(), proof) != decided {
             return Ok(NextAction::RequeueAfter(taint::RETRY));
         }
         let change = if decided == Decision::Taint { TaintChange::Added } else { TaintChange::Removed };
@@ -123,11 +148,15 @@ impl LostNodes {
     fn report_change(&self, name: &VmName, node: &Node, change: TaintChange) {
         self.metrics.count(change);
         let vm = self.vms.full_name(name);
+        let prover = match self.vms.vm_api() {
+            VmApi::VmOperator => "the storage infra",
+            VmApi::KubeVirt => "KubeVirt",
+        };
         let (event, note) = match change {
             TaintChange::Added => (
                 Event::OutOfServiceTaintAdded,
                 format!(
-                    "tainted the Node as out of service, because it is not ready and the storage infra has proven that VirtualMachine \
+                    "tainted the Node as out of service, because it is not ready and {prover} has proven that VirtualMachine \
                      {vm} is off: Kubernetes starts its pods on other Nodes"
                 ),
             ),

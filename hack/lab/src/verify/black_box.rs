@@ -52,7 +52,8 @@ pub(super) const ON_KUBEVIRT: [&str; 12] = [
 
 /// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd,
 /// pack a release twice, or remove each right.
-pub(super) const LONG: [&str; 6] = ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
+pub(super) const LONG: [&str; 6] =
+    ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
 
 /// Tests that take about a minute or longer, and whose modules have shorter ones that show the usual case.
 pub(super) const LONG_TESTS: [&str; 22] = [

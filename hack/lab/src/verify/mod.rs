@@ -21,10 +21,10 @@ use crate::run::Run;
 use crate::session::{After, interrupted, with_lab};
 use crate::ui::{Ui, say, table};
 use crate::up::UpOptions;
+use black_box::UPGRADE;
 use capabilities::capabilities;
 use execute::execute;
 use report::{Outcome, Report};
-use black_box::UPGRADE;
 use steps::{Choice, Kind, Set, Step};
 
 /// Which checks to run.

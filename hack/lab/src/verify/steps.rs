@@ -3,8 +3,8 @@
 use anyhow::{Result, bail};
 
 use super::black_box::{
-    CLUSTER_API, DEPLOYED, HOSTS, INFRA_HA, KUBERNETES, KUBEVIRT, LONG, ON_BOTH_ENGINES, ON_KUBEVIRT, RBD, tests_of,
-    without_long_tests,
+    CLUSTER_API, DEPLOYED, HOSTS, INFRA_HA, KUBERNETES, KUBEVIRT, LONG, ON_BOTH_ENGINES, ON_KUBEVIRT, RBD,
+    tests_of, without_long_tests,
 };
 use crate::cache::Kubernetes;
 use crate::sanity::Tier;

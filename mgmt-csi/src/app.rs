@@ -30,6 +30,7 @@ use crate::attachment::fence::Fence;
 use crate::budgets::{Budgets, VolumeOwners};
 use crate::capacity::Capacity;
 use crate::claims::ClaimController;
+use crate::clients::Clients;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
 use crate::controller::limits::DefaultLimits;
@@ -40,6 +41,8 @@ use crate::ownership;
 use crate::pools::StoragePools;
 use crate::repair::{self, Repair};
 use crate::traces::Traces;
+use crate::vm_api::{VmApi, VmApiArgs};
+use crate::vm_parts::{RunningVmParts, VmParts};
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
@@ -61,6 +64,8 @@ pub struct Args {
     /// storage-infra on the hosts of these pods, and csi-attacher.
     #[arg(long)]
     node_service: bool,
+    #[command(flatten)]
+    vm_api: VmApiArgs,
     #[command(flatten)]
     limits: DefaultLimits,
     #[command(flatten)]
@@ -92,10 +97,16 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
     let certificates = Certificates::register(&mut registry);
-    let attach =
-        AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence, args.ownership);
-    let repair = Repair::new(&mut registry, args.repair);
-    let nodes = Nodes::new(&mut registry, args.nodes);
+    let vm_parts = VmParts {
+        attach: AttachController::new(
+            &mut registry,
+            args.parallel_attachments.into(),
+            args.fence,
+            args.ownership,
+        ),
+        repair: Repair::new(&mut registry, args.repair),
+        nodes: Nodes::new(&mut registry, args.nodes),
+    };
     let election = args.lease.election("mgmt-csi", &client, args.cluster.path(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
@@ -106,7 +117,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (capacity, budgets, pools) = (Capacity::default(), Budgets::default(), StoragePools::default());
     let caches = (cluster.claims(), cluster.volumes());
     let traces = Traces::new(&client);
-    let cluster = adoptions.watch(owners.watch(traces.watch(claims.watch(attach.watch(cluster)))));
+    let cluster = adoptions.watch(owners.watch(traces.watch(claims.watch(vm_parts.attach.watch(cluster)))));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("start-up", "not complete yet");
@@ -136,23 +147,26 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let on_infra_event: [OnInfraEvent; 8] = [
-        Box::new(claims.on_infra_event()),
-        Box::new(repair.on_infra_event()),
-        Box::new(attach.on_infra_event()),
-        Box::new(capacity.on_infra_event()),
-        Box::new(budgets.on_infra_event()),
-        Box::new(pools.on_infra_event()),
-        Box::new(owners.on_infra_event()),
-        Box::new(nodes.on_infra_event()),
-    ];
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
-            return;
+            return Ok(());
         }
         cluster.start(&ready, &stop);
-        let handlers = (claims.on_release(), nodes.on_vm());
-        let attachments = attach.start(client.clone(), caches, handlers, infra.clone(), &ready, stop.clone());
+        let Some(vm_api) = args.vm_api.decide(&client, &ready, &stop).await else { return Ok(()) };
+        let vm_parts = (vm_api == VmApi::VmOperator).then_some(vm_parts);
+        let mut on_infra_event: Vec<OnInfraEvent> = vec![
+            Box::new(claims.on_infra_event()),
+            Box::new(capacity.on_infra_event()),
+            Box::new(budgets.on_infra_event()),
+            Box::new(pools.on_infra_event()),
+            Box::new(owners.on_infra_event()),
+        ];
+        if let Some(parts) = &vm_parts {
+            on_infra_event.push(Box::new(parts.on_infra_event()));
+        }
+        let clients = Clients::new(client.clone(), infra.clone());
+        let vm_parts = vm_parts
+            .map(|parts| parts.start(clients.clone(), caches, claims.on_release(), &ready, stop.clone()));
         let capacity = args
             .capacity_namespace
             .as_deref()
@@ -160,8 +174,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let budgets = budgets.start(client.clone(), infra.clone(), &ready, stop.clone());
         let pools = pools.start(client.clone(), infra.clone(), &ready, stop.clone());
         let leading = async {
-            let Some(attachments) = attachments.await else { return };
-            let (shared, context) = (attachments.shared(), attachments.nodes());
+            let vm_parts = match vm_parts {
+                Some(parts) => match parts.await {
+                    Some(parts) => Some(parts),
+                    None => return,
+                },
+                None => None,
+            };
+            let attachments = vm_parts.as_ref().map(RunningVmParts::attachments);
             // Reconcilers that write: they run in the leader only.
             let term = || async {
                 let publish = async {
@@ -169,21 +189,22 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                         capacity.run().await;
                     }
                 };
-                let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
-                let claims = claims.run(&shared, stop.clone());
+                let attach = async {
+                    if let Some(parts) = &vm_parts {
+                        parts.run(&infra_back, &stop).await;
+                    }
+                };
+                let claims = claims.run(&clients, attachments.as_ref(), stop.clone());
                 let owners = owners.run(&*infra, stop.clone());
                 let credentials = credentials.run(stop.clone());
-                let adoptions = adoptions.run(&shared, stop.clone());
-                let nodes = nodes.run(&context, stop.clone());
+                let adoptions = adoptions.run(&clients, stop.clone());
                 let others = concurrent::all([
                     claims.boxed(),
                     publish.boxed(),
                     pools.run().boxed(),
-                    attachments.record_guests().boxed(),
                     budgets.run().boxed(),
                     owners.boxed(),
                     credentials.boxed(),
-                    nodes.boxed(),
                     adoptions.boxed(),
                 ]);
                 tokio::join!(attach, others);
@@ -196,15 +217,20 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             |event| on_infra_event.iter().for_each(|handle| handle(event)),
             stop.clone(),
         );
+        let outdated = async {
+            let outdated = args.vm_api.watch(vm_api, &client, &stop).await;
+            outdated.inspect_err(|_| stop.cancel())
+        };
         // `biased` polls this last, once each of the others has started.
         let started = async { wired.pass() };
-        tokio::join!(biased; leading, conditions, events, started);
+        let (_, _, _, outdated, ()) = tokio::join!(biased; leading, conditions, events, outdated, started);
+        Ok(outdated?)
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
     let watch_certificates = certificates.watch(&infra_client, stop.clone());
-    let (csi, http, (), (), (), ()) =
+    let (csi, http, work, (), (), ()) =
         tokio::join!(csi, http, work, watch_infra, watch_certificates, self_check.run(stop.clone()));
-    csi.and(http)
+    csi.and(http).and(work)
 }
 
 /// Stops all components when the guard is dropped.

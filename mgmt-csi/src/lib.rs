@@ -1,5 +1,5 @@
 //! CSI driver for the management cluster: creates volumes in the storage infra for csi-provisioner, and attaches them to
-//! VMs for `VolumeAttachment`s.
+//! VMs for `VolumeAttachment`s, and to hosts for csi-attacher.
 
 mod adoptions;
 pub mod app;
@@ -7,6 +7,7 @@ pub mod attachment;
 pub mod budgets;
 pub mod capacity;
 pub mod claims;
+mod clients;
 pub mod cluster;
 pub mod controller;
 mod event_reason;
@@ -20,4 +21,6 @@ pub mod pools;
 pub mod repair;
 pub mod traces;
 mod virtual_machines;
+mod vm_api;
+mod vm_parts;
 pub mod volume_attachment;

@@ -1,36 +1,17 @@
-//! What is below the management cluster: the storage infra, or in a lab with KubeVirt the files of its CSI driver.
+//! What is below the management cluster: the storage infra, or in a lab with KubeVirt also the files of its other CSI driver.
 
-use std::ops::Deref;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use crds::names::ANNOTATION_ATTACHED_TO;
+use crds::names::{ANNOTATION_ATTACHED_TO, MANAGEMENT_DRIVER};
+use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, ListParams};
 use kube::core::{ApiResource, GroupVersionKind};
-use lab::Lab;
 use serde_json::Value;
 use uuid::Uuid;
 
 use crate::Scenario;
-
-/// A client of the storage infra, if the lab has one.
-#[derive(Debug, Clone)]
-pub struct StorageInfra(Option<infra_api::Client>);
-
-impl StorageInfra {
-    pub(crate) fn of(lab: &Lab) -> Result<Self> {
-        Ok(Self(if lab.has_kubevirt() { None } else { Some(lab.infra()?) }))
-    }
-}
-
-impl Deref for StorageInfra {
-    type Target = infra_api::Client;
-
-    fn deref(&self) -> &infra_api::Client {
-        self.0.as_ref().expect("a test that uses the storage infra needs a lab without KubeVirt")
-    }
-}
 
 /// What has the data of a volume.
 pub(crate) struct Backing {
@@ -43,12 +24,17 @@ pub(crate) struct Backing {
 impl Scenario {
     /// What has the data of a management claim's volume.
     pub(crate) async fn backing(&self, claim: &str) -> Result<Backing> {
-        if self.lab.has_kubevirt() {
-            let name = self.management_volume(claim).await?;
+        let management = self.management_volume(claim).await?;
+        let name = management.name_any();
+        if driver(&management) != Some(MANAGEMENT_DRIVER) {
             return Ok(Backing { file: self.lab.file_csi_volume(&name), disk: kubevirt_serial(&name) });
         }
         let volume = self.infra_volume(claim).await?;
-        Ok(Backing { file: self.file_of(&volume).await?, disk: volume.disk_uuid.to_string() })
+        let disk = match self.lab.has_kubevirt() {
+            true => kubevirt_serial(&name),
+            false => volume.disk_uuid.to_string(),
+        };
+        Ok(Backing { file: self.file_of(&volume).await?, disk })
     }
 
     /// The size of a management claim's volume in bytes, as what is below the management cluster has it.
@@ -87,10 +73,16 @@ impl Scenario {
         Ok(left)
     }
 
-    async fn management_volume(&self, claim: &str) -> Result<String> {
+    async fn management_volume(&self, claim: &str) -> Result<PersistentVolume> {
         let spec = self.claims().get(claim).await?.spec;
-        spec.and_then(|spec| spec.volume_name).context("the management claim has no volume")
+        let name = spec.and_then(|spec| spec.volume_name).context("the management claim has no volume")?;
+        Ok(self.volumes().get(&name).await?)
     }
+}
+
+/// The CSI driver of a PersistentVolume.
+fn driver(volume: &PersistentVolume) -> Option<&str> {
+    Some(&volume.spec.as_ref()?.csi.as_ref()?.driver)
 }
 
 /// The serial that gc-csi gives the disk of a PersistentVolume on VMs of KubeVirt.

@@ -52,9 +52,6 @@ impl Scenario {
         })
         .await?;
         gone("management snapshots", || self.own_snapshots()).await?;
-        if self.lab.has_kubevirt() {
-            return Ok(());
-        }
         gone("snapshots in the storage infra", || async {
             let list = self.infra.list_snapshots(None, None, None).await?.items;
             let own = list.iter().filter(|snapshot| volumes.contains(&snapshot.volume));

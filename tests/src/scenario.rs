@@ -14,7 +14,6 @@ use lab::{Lab, LoopNode};
 use rustix::process::Pid;
 use serde_json::json;
 
-use crate::backing::StorageInfra;
 use crate::driver::{self, Driver};
 use crate::own_namespace::OwnNamespace;
 use crate::own_pool::OwnPool;
@@ -39,7 +38,7 @@ pub struct Scenario {
     /// The management cluster, as its administrator.
     pub management: Client,
     /// The storage infra.
-    pub infra: StorageInfra,
+    pub infra: infra_api::Client,
     /// gc-csi's Controller service.
     pub driver: Driver,
     created: Mutex<Created>,
@@ -93,7 +92,7 @@ impl Scenario {
             cluster_id: lab.cluster_id(GUEST)?,
             guest,
             management: lab.management().await?,
-            infra: StorageInfra::of(&lab)?,
+            infra: lab.infra()?,
             driver: driver(&lab).await?,
             lab,
             created: Mutex::default(),

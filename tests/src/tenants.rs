@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use infra_api::{Volume, VolumeId};
 use kube::Client;
-use lab::cluster::{prepare_guest_account, prepare_guest_namespace, remove_guest_account};
+use lab::cluster::{
+    prepare_guest_account, prepare_guest_kubevirt, prepare_guest_namespace, remove_guest_account,
+};
 use lab::state::Guest;
 use lab::{LoopNode, infra, virtual_machines};
 use serde_json::{Value, json};
@@ -72,6 +74,9 @@ impl Scenario {
     pub(crate) async fn account(&self, namespace: &str, cluster_id: &str) -> Result<Guest> {
         let guest = self.new_guest(namespace, cluster_id)?;
         prepare_guest_namespace(management_cluster(self)?, &guest).await?;
+        if self.lab.has_kubevirt() {
+            prepare_guest_kubevirt(management_cluster(self)?, &guest).await?;
+        }
         Ok(guest)
     }
 
@@ -196,5 +201,10 @@ pub async fn admission_policies(values: &Value) -> Result<Vec<Value>> {
 
 /// Creates a volume of the default class with a CSI call; returns its handle.
 pub async fn new_claim(driver: &Driver) -> Result<String> {
-    Ok(driver.create(new_volume(&unique("volume"), 4 * MIB, "nestor")).await?.volume_id)
+    new_claim_of(driver, "nestor").await
+}
+
+/// Creates a volume of this class of the management cluster with a CSI call; returns its handle.
+pub async fn new_claim_of(driver: &Driver, class: &str) -> Result<String> {
+    Ok(driver.create(new_volume(&unique("volume"), 4 * MIB, class)).await?.volume_id)
 }

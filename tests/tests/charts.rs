@@ -52,6 +52,35 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
     Ok(())
 }
 
+/// The flags of mgmt-csi as the chart renders them with more values.
+async fn flags_of_mgmt_csi(values: &Value) -> Result<Vec<String>> {
+    let chart = Chart::management().await?;
+    let file = tempfile::NamedTempFile::new()?;
+    std::fs::write(file.path(), serde_json::to_vec(values)?)?;
+    let objects = chart.render("default", &[&chart.example("smallest"), file.path()], &[]).await?;
+    let all = pod_specs(&objects);
+    let mut containers = all.iter().flat_map(|(_, spec)| containers(spec));
+    let found = containers.find(|container| container["name"] == "mgmt-csi");
+    Ok(texts(&found.context("no container mgmt-csi")?["args"]))
+}
+
+#[tokio::test]
+async fn mgmt_csi_attaches_to_the_vms_that_the_values_name() -> Result<()> {
+    let with_node_service = json!({"kubevirt": {"enabled": true}, "nodeService": {"enabled": true}});
+    for (values, expected) in [
+        (with_node_service, &["--vm-api=auto", "--node-service"][..]),
+        (json!({"shim": {"enabled": true}}), &["--vm-api=vm-operator"]),
+        (json!({"mgmtCsi": {"vmApi": "none"}}), &["--vm-api=none"]),
+    ] {
+        let flags = flags_of_mgmt_csi(&values).await?;
+        ensure!(expected.iter().all(|flag| flags.iter().any(|one| one == flag)), "{values}: {flags:?}");
+    }
+    let both = json!({"shim": {"enabled": true}, "mgmtCsi": {"vmApi": "none"}});
+    let refused = flags_of_mgmt_csi(&both).await.unwrap_err().to_string();
+    ensure!(refused.contains("mgmtCsi.vmApi is none"), "{refused}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_guest_without_a_namespace_has_one_of_its_own() -> Result<()> {
     let management = Chart::management().await?;

@@ -3,6 +3,7 @@
 mod guest_add;
 mod holders;
 mod lost_nodes;
+mod management_tier;
 mod migrate;
 mod pods;
 mod policies;

@@ -63,6 +63,25 @@ pub async fn wait_for_groups<V>(
     Some(chosen)
 }
 
+/// Waits until the cluster serves API groups that `is_wanted` accepts, with a request in each `interval`; a failed one says
+/// nothing. Returns None if `stop` is cancelled first.
+pub async fn until_served(
+    client: &Client,
+    is_wanted: impl Fn(&Served) -> bool,
+    interval: Duration,
+    stop: &CancellationToken,
+) -> Option<()> {
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return None,
+            () = tokio::time::sleep(interval) => {}
+        }
+        if served_groups(client).await.is_ok_and(|served| is_wanted(&served)) {
+            return Some(());
+        }
+    }
+}
+
 /// The API groups that the cluster serves.
 async fn served_groups(client: &Client) -> Result<Served, String> {
     let groups = client

@@ -74,9 +74,7 @@ impl Classes {
     /// Whether several VMs may write to a volume of a StorageClass. Waits until `deadline` for a new class; None if it
     /// does not appear.
     pub(super) async fn is_shareable(&self, class: &str, deadline: Instant) -> Option<bool> {
-        self.storage
-            .wait_for(&Key::cluster(class), deadline, |class| Some(is_shareable(class?)))
-            .await
+        self.storage.wait_for(&Key::cluster(class), deadline, |class| Some(is_shareable(class?))).await
     }
 
     /// Whether mgmt-csi will report the reclaim policy Retain for volumes of this StorageClass.

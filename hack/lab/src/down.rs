@@ -105,7 +105,7 @@ async fn unmount_all(dir: &Path, selected: impl Fn(&Path) -> bool) -> Result<()>
 /// Detaches loop devices over files under a folder, and those with which kubelet of a lab with KubeVirt holds the volumes there. A
 /// mounted one is detached by its unmount.
 async fn detach_loops(dir: &Path) -> Result<()> {
-    let held = kubevirt::devices_of_kubelet(dir);
+    let held = devices_of_kubelet(dir);
     let is_held = |file: &str| held.iter().any(|folder| file.contains(folder));
     let listed = crate::process::run(&mut command(
         "losetup",
@@ -126,6 +126,16 @@ async fn detach_loops(dir: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Parts of the paths at which kubelet of a lab with KubeVirt holds the devices of volumes in the pools of this folder: it makes loop
+/// devices over them. A volume's file has the name of its PersistentVolume, perhaps with an ending.
+fn devices_of_kubelet(dir: &Path) -> Vec<String> {
+    let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let files =
+        entries(&dir.join("pools")).flat_map(|pool| entries(&pool).chain(entries(&pool.join("volumes"))));
+    let names = files.filter_map(|file| Some(file.file_stem()?.to_string_lossy().into_owned()));
+    names.map(|name| format!("/volumeDevices/{name}/")).collect()
 }
 
 fn remove(dir: &Path) -> Result<()> {

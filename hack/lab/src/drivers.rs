@@ -14,6 +14,9 @@ use crate::state::{Cluster, Component, Guest, Infra, State};
 /// Driver whose volumes gc-csi serves under its name too, in a lab with KubeVirt.
 pub const KUBEVIRT_CSI: &str = "csi.kubevirt.io";
 
+/// Flag of mgmt-csi with which it attaches volumes to hosts.
+pub(crate) const NODE_SERVICE: &str = "--node-service";
+
 /// Seconds that our programs may take to exit after SIGTERM.
 const GRACE: u64 = 15;
 
@@ -42,9 +45,33 @@ pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result
     futures::future::try_join_all(all).await.map(drop)
 }
 
+/// Starts mgmt-csi with its sidecars for volumes of pods: the cluster has no VirtualMachines of a VM Operator.
+pub(crate) async fn start_management_for_pods(run: &Run, state: &State) -> Result<()> {
+    let cluster = state.management.as_ref().context("no management cluster")?;
+    let infra = state.infra.as_ref().context("no storage infra")?;
+    let driver = Driver {
+        name: "mgmt-csi".to_owned(),
+        tier: "mgmt",
+        cluster,
+        socket: infra.mgmt_socket.clone(),
+        replica: Replica::alone(),
+        namespace: MANAGEMENT_NAMESPACE,
+    };
+    let mut component = mgmt_csi(state, &driver, infra)?;
+    component.argv.push(NODE_SERVICE.to_owned());
+    run.launch(&driver.name, component).await?;
+    let components = [
+        provisioner(state, &driver, None)?,
+        attacher(state, &driver)?,
+        resizer(state, &driver)?,
+        snapshotter(state, &driver)?,
+    ];
+    launch_all(run, components).await
+}
+
 /// Starts the replicas of a guest's gc-csi controller with its sidecars.
 pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) -> Result<()> {
-    // Only mgmt-csi publishes capacity.
+    // Only mgmt-csi publishes capacity; with KubeVirt, most classes are another driver's.
     let capacity = (state.vm_manager == VmManager::Libvirt).then_some(GUEST_NAMESPACE);
     let all = Replica::all(replicas).map(|replica| async move {
         let driver = start_gc_csi(run, state, name, replica).await?;
@@ -73,15 +100,17 @@ async fn attach_volumes_of_kubevirt_csi(run: &Run, state: &State, driver: Driver
 /// Starts the sidecars of another CSI driver of the management cluster.
 pub(crate) async fn start_other_driver(run: &Run, state: &State, name: &str, socket: PathBuf) -> Result<()> {
     let cluster = state.management.as_ref().context("no management cluster")?;
-    for replica in Replica::all(1) {
-        let name = name.to_owned();
-        let socket = socket.clone();
-        let driver = Driver { name, tier: "mgmt", cluster, socket, replica, namespace: MANAGEMENT_NAMESPACE };
-        let components =
-            [provisioner(state, &driver, None)?, resizer(state, &driver)?, snapshotter(state, &driver)?];
-        launch_all(run, components).await?;
-    }
-    Ok(())
+    let driver = Driver {
+        name: name.to_owned(),
+        tier: name,
+        cluster,
+        socket,
+        replica: Replica::alone(),
+        namespace: MANAGEMENT_NAMESPACE,
+    };
+    let components =
+        [provisioner(state, &driver, None)?, resizer(state, &driver)?, snapshotter(state, &driver)?];
+    launch_all(run, components).await
 }
 
 /// Starts a replica of a guest's gc-csi controller.
@@ -125,6 +154,11 @@ pub struct Replica {
 impl Replica {
     fn all(replicas: u32) -> impl Iterator<Item = Self> {
         (1..=replicas).map(move |number| Self { number, elects: replicas > 1 })
+    }
+
+    /// The only replica.
+    fn alone() -> Self {
+        Self { number: 1, elects: false }
     }
 
     /// Replica `number` of several, from 1.
@@ -241,12 +275,11 @@ fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Gues
         format!("--management-kubeconfig={}", text(&management.kubeconfig_of(&guest.account()))),
         format!("--management-namespace={}", guest.namespace),
         format!("--cluster-id={}", guest.cluster_id),
+        format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"),
     ]);
     words.extend(match state.vm_manager {
-        VmManager::Libvirt => {
-            [format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"), "--topology".to_owned()]
-        }
-        VmManager::KubeVirt => [
+        VmManager::Libvirt => vec!["--topology".to_owned()],
+        VmManager::KubeVirt => vec![
             format!("--legacy-driver-name={KUBEVIRT_CSI}"),
             format!("--legacy-endpoint={}", endpoint(&legacy_socket(driver))),
         ],
@@ -411,7 +444,7 @@ mod tests {
     fn replicas_elect_with_different_identities_and_a_single_one_does_not() {
         let cluster = cluster();
         let state = State::default();
-        let alone = Replica::all(1).next().unwrap();
+        let alone = Replica::alone();
         let (_, component) = attacher(&state, &driver(&cluster, alone)).unwrap();
         assert!(!component.argv.iter().any(|word| word.contains("leader-election") || word == "unshare"));
         assert_eq!(alone.lease("kube-system"), None);

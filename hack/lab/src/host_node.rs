@@ -11,18 +11,17 @@ use anyhow::{Context, Result};
 use uuid::Uuid;
 
 use crate::drivers;
+use crate::infra;
 use crate::lab::Lab;
 use crate::loop_nodes::NodePlugin;
 use crate::ports;
 use crate::state::Component;
 use crate::wait::eventually;
 
-/// Name of the hypervisor in the server's flags.
-const HYPERVISOR: &str = "this-host";
 /// Name of the Node.
 const NODE: &str = "this-host";
 /// Component name of the plugin.
-const PLUGIN: &str = "mgmt-csi-node";
+pub(crate) const PLUGIN: &str = "mgmt-csi-node";
 /// How long the removal of the node may take after its disks were detached.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -43,10 +42,10 @@ impl Lab {
     where
         F: Future<Output = Result<T>>,
     {
-        let links = self.run().path("infra").join("host");
-        let flag = format!("--hypervisor={HYPERVISOR}=host:{}", links.display());
+        let links = infra::host_links(self.run());
+        let flag = format!("--hypervisor={}", infra::host_hypervisor(self.run()));
         let mut changed = BTreeMap::new();
-        for (name, flag) in [("storage-infra", flag), ("mgmt-csi", "--node-service".to_owned())] {
+        for (name, flag) in [("storage-infra", flag), ("mgmt-csi", drivers::NODE_SERVICE.to_owned())] {
             let mut component = self.component(name)?;
             component.argv.push(flag);
             changed.insert(name.to_owned(), component);

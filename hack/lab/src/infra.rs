@@ -15,6 +15,7 @@ use crate::ceph::Engine;
 use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
 use crate::database;
 use crate::host::{Host, Pool, REACH};
+use crate::kubevirt::VmManager;
 use crate::lab::Lab;
 use crate::pki::{Authority, write_private};
 use crate::ports;
@@ -39,6 +40,16 @@ pub const LIBVIRT: &str = "libvirt";
 pub const LOOP: &str = "loop";
 /// Name of the simulated hypervisor: VMs without a domain or devices.
 pub const SIMULATED: &str = "simulated";
+
+/// Directory in which the server shows the disks that it attached to this host.
+pub(crate) fn host_links(run: &Run) -> PathBuf {
+    run.path("infra").join("host")
+}
+
+/// Value of the flag with which the server attaches volumes to this host.
+pub(crate) fn host_hypervisor(run: &Run) -> String {
+    format!("this-host=host:{}", host_links(run).display())
+}
 
 /// Creates and mounts the pools. Must run before libvirt starts, whose mount namespace is copied at its start.
 pub async fn mount_pools(run: &Run, hosts: &[Host]) -> Result<BTreeMap<String, PathBuf>> {
@@ -90,8 +101,13 @@ pub async fn start(
     fs::create_dir_all(&infra.loop_root)
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     write_certificates(&infra.pki)?;
-    let hosts = run.state()?.hosts();
-    let hypervisors = hypervisors(run, hosts);
+    let state = run.state()?;
+    let hosts = state.hosts();
+    let hypervisors = match state.vm_manager {
+        VmManager::Libvirt => hypervisors(run, hosts),
+        // Its VMs get volumes from kubelet of this host.
+        VmManager::KubeVirt => vec![("hypervisor", host_hypervisor(run))],
+    };
     let catalog = if servers > 1 { Some(database::start(run).await?) } else { None };
     for (number, ports) in (1..).zip(api.into_iter().zip(ops)) {
         let component =

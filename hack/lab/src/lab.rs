@@ -131,12 +131,12 @@ impl Lab {
         infra::client(self.infra_record()?)
     }
 
-    /// Whether KubeVirt makes the VMs: there is no storage infra.
+    /// Whether KubeVirt makes the VMs: there is no VM Operator.
     pub fn has_kubevirt(&self) -> bool {
         self.state.vm_manager == VmManager::KubeVirt
     }
 
-    /// The file of a volume of the CSI driver that a lab with KubeVirt has in the management cluster.
+    /// The file of a volume of the other CSI driver that a lab with KubeVirt has in the management cluster.
     pub fn file_csi_volume(&self, volume: &str) -> PathBuf {
         kubevirt::volume_file(&self.run, volume)
     }

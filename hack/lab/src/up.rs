@@ -71,7 +71,7 @@ pub struct UpOptions {
     #[arg(long, conflicts_with_all = ["deployed", "replicas"])]
     pub cluster_api: bool,
     /// What makes the virtual machines. With `kubevirt`, they are VirtualMachines of KubeVirt in the management cluster, whose
-    /// node is this host. Of Nestor, only gc-csi runs in such a lab; the management cluster has a CSI driver of the lab.
+    /// node is this host. That cluster has a CSI driver of the lab beside mgmt-csi, and no VM Operator.
     #[arg(long, value_enum, default_value_t, value_name = "MANAGER")]
     pub vm_manager: VmManager,
 }

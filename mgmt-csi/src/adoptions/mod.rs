@@ -17,10 +17,10 @@ use serde_json::json;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::clients::Clients;
 use crate::cluster::{Cluster, Volumes};
 use crate::event_reason::EventReason;
 use crate::infra::{CreateError, Indeterminate};
-use crate::volume_attachment::Shared;
 use decide::{Wanted, size_differs, wanted};
 
 /// Timeout of one call to the storage infra. A file that is copied takes longer: the next call waits for the same copy.
@@ -61,7 +61,7 @@ impl Adoptions {
     }
 
     /// Reconciles until `stop`. Only the leader runs this.
-    pub(crate) async fn run(&self, shared: &Shared, stop: CancellationToken) {
+    pub(crate) async fn run(&self, clients: &Clients, stop: CancellationToken) {
         tokio::select! {
             () = stop.cancelled() => return,
             () = self.volumes.informer().synced() => {}
@@ -72,26 +72,26 @@ impl Adoptions {
                 self.queue.push(Key::of(&*volume));
             }
         }
-        let adopt = |key: Key| async move { self.reconcile(shared, &key).await };
+        let adopt = |key: Key| async move { self.reconcile(clients, &key).await };
         worker.run(CONCURRENT_ADOPTIONS, Retry::default(), stop, adopt).await;
     }
 
-    async fn reconcile(&self, shared: &Shared, key: &Key) -> Result<NextAction, AdoptionError> {
+    async fn reconcile(&self, clients: &Clients, key: &Key) -> Result<NextAction, AdoptionError> {
         let Some(volume) = self.volumes.informer().get(key) else { return Ok(NextAction::AwaitChange) };
         match wanted(&volume) {
             None => {}
-            Some(Wanted::Refused(why)) => warn(shared, &volume, EventReason::AdoptionFailed, why),
+            Some(Wanted::Refused(why)) => warn(clients, &volume, EventReason::AdoptionFailed, why),
             Some(Wanted::Adopt(id, adoption)) => {
                 let deadline = Instant::now() + TIMEOUT;
-                let adopted = shared.infra.adopt_volume(&id, &adoption, deadline).await;
-                let adopted = adopted.inspect_err(|error| report(shared, &volume, error))?;
-                record(shared, key, &adoption.path).await?;
+                let adopted = clients.infra.adopt_volume(&id, &adoption, deadline).await;
+                let adopted = adopted.inspect_err(|error| report(clients, &volume, error))?;
+                record(clients, key, &adoption.path).await?;
                 let text =
                     format!("file {} is volume {id} with {} bytes", adoption.path, adopted.capacity_bytes);
                 tracing::info!(volume = %id, file = adoption.path, "adopted");
-                shared.events.normal(reference(&volume), "Adopt", EventReason::VolumeAdopted.as_str(), text);
+                clients.events.normal(reference(&volume), "Adopt", EventReason::VolumeAdopted.as_str(), text);
                 if let Some(text) = size_differs(&volume, adopted.capacity_bytes) {
-                    warn(shared, &volume, EventReason::AdoptedSizeDiffers, text);
+                    warn(clients, &volume, EventReason::AdoptedSizeDiffers, text);
                 }
             }
         }
@@ -100,19 +100,19 @@ impl Adoptions {
 }
 
 /// Reports a failure, except that a copy takes long.
-fn report(shared: &Shared, volume: &PersistentVolume, error: &CreateError) {
+fn report(clients: &Clients, volume: &PersistentVolume, error: &CreateError) {
     if !matches!(error, CreateError::Indeterminate(Indeterminate::TimedOut(_))) {
-        warn(shared, volume, EventReason::AdoptionFailed, error.to_string());
+        warn(clients, volume, EventReason::AdoptionFailed, error.to_string());
     }
 }
 
-fn warn(shared: &Shared, volume: &PersistentVolume, reason: EventReason, text: String) {
-    shared.events.warning(reference(volume), "Adopt", reason.as_str(), text);
+fn warn(clients: &Clients, volume: &PersistentVolume, reason: EventReason, text: String) {
+    clients.events.warning(reference(volume), "Adopt", reason.as_str(), text);
 }
 
-async fn record(shared: &Shared, key: &Key, path: &str) -> Result<(), AdoptionError> {
+async fn record(clients: &Clients, key: &Key, path: &str) -> Result<(), AdoptionError> {
     let patch = Patch::Merge(json!({"metadata": {"annotations": {ANNOTATION_ADOPTED_FILE: path}}}));
-    let api = Api::<v1::PersistentVolume>::all(shared.client.clone());
+    let api = Api::<v1::PersistentVolume>::all(clients.cluster.clone());
     match api.patch(&key.name, &PatchParams::default(), &patch).await {
         Ok(_) => Ok(()),
         Err(kube::Error::Api(status)) if status.is_not_found() => Ok(()),

@@ -16,9 +16,8 @@ use std::sync::Arc;
 
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Change as InfraChange, Event, EventKind};
+use kube::Api;
 use kube::core::ApiResource;
-use kube::{Api, Client};
-use kube_kit::events::Events;
 use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
@@ -30,14 +29,17 @@ use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
+use crate::clients::Clients;
 use crate::cluster::{self, Cluster, Volumes};
-use crate::infra::{InfraEvent, StorageInfra};
+use crate::infra::InfraEvent;
 use crate::nodes;
 use crate::ownership;
 use crate::ownership::vm_guests::VmGuests;
 use crate::virtual_machines::{self, is_owner};
 use crate::volume_attachment::resolve::claim_key;
-use crate::volume_attachment::{self, Shared, holds_terminating_claim, is_attached, is_reconciled};
+use crate::volume_attachment::{
+    self, Attachments, Shared, holds_terminating_claim, is_attached, is_reconciled,
+};
 use fence::{Fence, OutOfService, is_out_of_service};
 use limiter::VmLimiter;
 use metrics::Metrics;
@@ -136,18 +138,18 @@ impl AttachController {
 
     /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. Calls `on_release` with a claim
     /// when a VolumeAttachment no longer holds it, and `on_vm` with each change of a VM. None if `stop` came first.
-    pub async fn start(
+    pub(crate) async fn start(
         self,
-        client: Client,
+        clients: Clients,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
         (on_release, on_vm): (
             impl Fn(&Key) + Send + Sync + 'static,
             impl Fn(&Change<'_, VirtualMachine>) + Send + Sync + 'static,
         ),
-        infra: Arc<dyn StorageInfra>,
         ready: &Health,
         stop: CancellationToken,
     ) -> Option<RunningAttachController> {
+        let Clients { cluster: client, infra, events } = clients;
         let Self { metrics, concurrent_requests, fence, tracker, queue, by_claim, ownership, guest_records } =
             self;
 
@@ -203,7 +205,7 @@ impl AttachController {
         };
 
         let reconciler = Arc::new(Reconciler {
-            events: Events::new(client.clone(), "mgmt-csi"),
+            events,
             client,
             infra,
             attachments,
@@ -234,6 +236,15 @@ impl RunningAttachController {
             volumes: reconciler.volumes.clone(),
             guests: reconciler.guests.clone(),
             events: reconciler.events.clone(),
+            queue: self.queue.clone(),
+        }
+    }
+
+    /// The VolumeAttachments, which hold their claims.
+    pub(crate) fn attachments(&self) -> Attachments {
+        Attachments {
+            objects: self.reconciler.attachments.clone(),
+            by_claim: self.by_claim.clone(),
             queue: self.queue.clone(),
         }
     }

@@ -24,9 +24,10 @@ use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use crate::clients::Clients;
 use crate::cluster::{self, Cluster};
 use crate::infra::{InfraEvent, StorageInfra};
-use crate::volume_attachment::Shared;
+use crate::volume_attachment::Attachments;
 use bindings::Bindings;
 use conditions::{Condition, Conditions, Refresh};
 use decide::reported;
@@ -171,27 +172,33 @@ impl ClaimController {
         worker.run(1, Retry::default(), stop, refresh).await;
     }
 
-    /// Reconciles claims until `stop`. Only the leader runs this.
-    pub(crate) async fn run(&self, shared: &Shared, stop: CancellationToken) {
+    /// Reconciles claims until `stop`. Only the leader runs this. Without VolumeAttachments, the storage infra alone knows which
+    /// claims are held.
+    pub(crate) async fn run(
+        &self,
+        clients: &Clients,
+        attachments: Option<&Attachments>,
+        stop: CancellationToken,
+    ) {
         // Without its VolumeAttachments, a claim would be released too early.
-        tokio::select! {
-            () = stop.cancelled() => return,
-            _ = shared.attachments.informer().synced() => {}
+        if let Some(attachments) = attachments {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = attachments.objects.informer().synced() => {}
+            }
         }
         if !self.synced(&stop).await {
             return;
         }
         let reconciler = Reconciler {
-            events: shared.events.clone(),
-            client: shared.client.clone(),
-            infra: shared.infra.clone(),
+            events: clients.events.clone(),
+            client: clients.cluster.clone(),
+            infra: clients.infra.clone(),
             bindings: self.bindings.clone(),
             conditions: self.conditions.clone(),
             refreshes: self.refreshes.clone(),
             waiting: self.waiting.clone(),
-            attachments: shared.attachments.clone(),
-            by_claim: shared.by_claim.clone(),
-            attachment_queue: shared.queue.clone(),
+            attachments: attachments.cloned(),
             requests: Semaphore::new(CONCURRENT_REQUESTS),
             infra_calls: Semaphore::new(CONCURRENT_INFRA_CALLS),
         };

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crds::VolumeAttachment;
 use crds::names::ANNOTATION_RECLAIM_POLICY;
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
@@ -14,9 +13,7 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
-use kube_kit::index::Index;
 use kube_kit::informer::Key;
-use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{NextAction, Queue};
 use serde_json::json;
@@ -30,6 +27,7 @@ use super::waiting::Waiting;
 use crate::cluster::{self, reference, trim_claim};
 use crate::event_reason::EventReason;
 use crate::infra::StorageInfra;
+use crate::volume_attachment::Attachments;
 
 /// Delay before a retry after a conflict: the cache lags behind the write of another client.
 pub(super) const CACHE_LAG: Duration = Duration::from_millis(300);
@@ -51,11 +49,8 @@ pub(super) struct Reconciler {
     pub(super) refreshes: Queue<Refresh>,
     pub(super) events: Events,
     pub(super) waiting: Waiting,
-    pub(super) attachments: Arc<MutationCache<VolumeAttachment>>,
-    /// VolumeAttachments by claim.
-    pub(super) by_claim: Arc<Index>,
-    /// Requests a reconcile by the attach controller.
-    pub(super) attachment_queue: Queue<Key>,
+    /// None if the cluster has no VirtualMachines.
+    pub(super) attachments: Option<Attachments>,
     /// Limits requests to the API server.
     pub(super) requests: Semaphore,
     /// Limits calls to the storage infra.

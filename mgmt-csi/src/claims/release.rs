@@ -16,7 +16,7 @@ use super::reconcile::{CACHE_LAG, Reconciler, RequestError, same_object};
 use crate::cluster::{self, reference};
 use crate::event_reason::EventReason;
 use crate::infra::ReadError;
-use crate::volume_attachment::{holds_terminating_claim, is_attached};
+use crate::volume_attachment::{Attachments, holds_terminating_claim, is_attached};
 
 /// Timeout of one call to the storage infra.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -93,11 +93,11 @@ impl Reconciler {
 
     /// Whether a VolumeAttachment holds the claim. The attach controller answers those that are not attached yet.
     fn has_holder(&self, claim: &Key) -> bool {
-        let attachments =
-            self.by_claim.members(claim).into_iter().filter_map(|key| self.attachments.get(&key));
+        let Some(Attachments { objects, by_claim, queue }) = &self.attachments else { return false };
+        let attachments = by_claim.members(claim).into_iter().filter_map(|key| objects.get(&key));
         let holders: Vec<_> = attachments.filter(|attachment| holds_terminating_claim(attachment)).collect();
         for attachment in holders.iter().filter(|attachment| !is_attached(attachment)) {
-            self.attachment_queue.push(Key::of(&**attachment));
+            queue.push(Key::of(&**attachment));
         }
         !holders.is_empty()
     }

@@ -37,6 +37,16 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue<Key>,
 }
 
+/// The VolumeAttachments, for reconcilers of other objects.
+#[derive(Clone)]
+pub(crate) struct Attachments {
+    pub(crate) objects: Arc<MutationCache<VolumeAttachment>>,
+    /// VolumeAttachments by claim.
+    pub(crate) by_claim: Arc<Index>,
+    /// Requests a reconcile by the attach controller.
+    pub(crate) queue: Queue<Key>,
+}
+
 /// Drops all fields that this driver does not read.
 pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     let mut meta = std::mem::take(&mut attachment.metadata);

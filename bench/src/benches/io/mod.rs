@@ -91,20 +91,23 @@ impl Measured {
     }
 
     fn report(&self, report: &Report, suffix: &str) {
-        let metrics: [(&str, fn(&Sample) -> Duration); 2] =
-            [("duration", |one| one.duration), ("latency", |one| one.latency)];
         for (case, samples) in &self.samples {
             let name = format!("{}{suffix}", case.name);
-            for (metric, value) in metrics {
-                let [volume, first, second] =
-                    [0, 1, 2].map(|disk| samples[disk].iter().map(value).collect::<Vec<_>>());
-                report.times_of(&name, metric, &volume, &first);
-                let ratios = |of: &[Duration]| paired(of, &first);
-                report.numbers(&name, &format!("{metric}, volume and disk by hand"), "ratio", ratios(&volume));
-                report.numbers(&name, &format!("{metric}, two disks by hand"), "ratio", ratios(&second));
-            }
+            report_metric(report, &name, "duration", of_each(samples, |one| one.duration));
+            report_metric(report, &name, "latency", of_each(samples, |one| one.latency));
         }
     }
+}
+
+fn of_each(samples: &[Vec<Sample>; DISKS], value: fn(&Sample) -> Duration) -> [Vec<Duration>; DISKS] {
+    samples.each_ref().map(|samples| samples.iter().map(value).collect())
+}
+
+fn report_metric(report: &Report, case: &str, metric: &str, [volume, first, second]: [Vec<Duration>; DISKS]) {
+    report.times_of(case, metric, &volume, &first);
+    let ratios = |of: &[Duration]| paired(of, &first);
+    report.numbers(case, &format!("{metric}, volume and disk by hand"), "ratio", ratios(&volume));
+    report.numbers(case, &format!("{metric}, two disks by hand"), "ratio", ratios(&second));
 }
 
 /// Ratios of samples of the same round: other load on the host affects both alike.

@@ -28,6 +28,16 @@ pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
     Ok(())
 }
 
+/// Applies every document of a YAML text, except those of this kind.
+pub async fn apply_without(client: &Client, what: &str, yaml: &str, kind: &str) -> Result<()> {
+    let documents: Vec<Value> =
+        serde_saphyr::from_multiple(yaml).with_context(|| format!("{what} is not valid YAML"))?;
+    for document in documents.into_iter().filter(|document| document["kind"] != kind) {
+        apply_one(client, document).await.with_context(|| format!("cannot apply {what}"))?;
+    }
+    Ok(())
+}
+
 /// Deletes every document of a YAML text, except those of one kind and those that do not exist.
 pub async fn delete_all(client: &Client, yaml: &str, kept: &str) -> Result<()> {
     for document in serde_saphyr::from_multiple::<Value>(yaml).context("not valid YAML")? {

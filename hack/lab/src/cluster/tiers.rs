@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
 
-use super::objects::{apply, apply_definitions, apply_one, delete_all, token};
+use super::objects::{apply, apply_definitions, apply_one, apply_without, delete_all, token};
 use crate::kubeconfig::{self, User};
 use crate::run::repository;
 use crate::state::{Cluster, Guest};
@@ -19,12 +19,15 @@ pub const GUEST_NAMESPACE: &str = "kube-system";
 /// Components of the management cluster. A component's ServiceAccount has its name.
 const MANAGEMENT_PARTS: [&str; 3] = ["mgmt-csi", "vm-operator-shim", "nestor-console"];
 /// Components of a guest.
-const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
+const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", ATTACHER];
+/// The sidecar of tiers whose volumes are attached through Kubernetes.
+const ATTACHER: &str = "csi-attacher";
 /// Components of both tiers.
 const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter", "snapshot-controller"];
 
 // The files of the charts: a lab needs no helm.
 const MANAGEMENT: &str = include_str!("../../../../charts/nestor-management/files/management.yaml");
+const NODE_SERVICE: &str = include_str!("../../../../charts/nestor-management/files/node-service.yaml");
 const MANAGEMENT_CLASSES: &str = include_str!("../../../../charts/nestor-management/files/classes.yaml");
 const GUEST: &str = include_str!("../../../../charts/nestor-guest/files/guest.yaml");
 const GUEST_CLASSES: &str = include_str!("../../../../charts/nestor-guest/files/classes.yaml");
@@ -61,19 +64,33 @@ pub async fn prepare_management(cluster: &Cluster) -> Result<()> {
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
 }
 
-/// Applies Nestor's namespace, driver and roles to the management cluster, which the accounts of guests need.
-pub async fn prepare_management_roles(cluster: &Cluster) -> Result<()> {
+/// The same for a cluster without VirtualMachines of a VM Operator, whose pods use volumes.
+pub(crate) async fn prepare_management_for_pods(cluster: &Cluster) -> Result<()> {
+    let client = kubeconfig::client(&cluster.kubeconfig).await?;
+    let mut definitions = definitions(&repository().join("crds").join("yaml"))?;
+    definitions.retain(|(file, _)| !file.contains(crds::VIRTUAL_MACHINE_GROUP));
+    apply_definitions(&client, &definitions).await?;
+    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
+    let fill = |yaml: &str| yaml.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
+    // The CSIDriver is that of the node service.
+    apply_without(&client, "nestor-management/files/management.yaml", &fill(MANAGEMENT), "CSIDriver").await?;
+    apply(&client, "nestor-management/files/node-service.yaml", &fill(NODE_SERVICE)).await?;
+    let attacher = json!({"name": ATTACHER, "namespace": MANAGEMENT_NAMESPACE});
+    apply_one(&client, json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": attacher})).await?;
+    prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &["mgmt-csi", ATTACHER]).await
+}
+
+/// Applies Nestor's namespace, driver and roles to the management cluster.
+async fn prepare_management_roles(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
     let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
     apply(&client, "nestor-management/files/management.yaml", &accounts).await
 }
 
-/// Applies the accounts of the sidecars of another CSI driver to the management cluster, with its driver and classes.
-pub(crate) async fn prepare_other_driver(cluster: &Cluster, manifests: &str) -> Result<()> {
-    let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &[]).await?;
-    apply(&client, "manifests/file-csi.yaml", manifests).await
+/// Applies manifests of the lab.
+pub(crate) async fn apply_manifests(cluster: &Cluster, what: &str, manifests: &str) -> Result<()> {
+    apply(&kubeconfig::client(&cluster.kubeconfig).await?, what, manifests).await
 }
 
 /// Applies the sidecars' accounts, and writes a kubeconfig for each sidecar and each component in `own`.

@@ -23,16 +23,9 @@ pub(crate) fn file(run: &Run, volume: &str) -> PathBuf {
     run.path("pools").join(NAME).join("volumes").join(volume)
 }
 
-/// Parts of the paths at which kubelet holds the devices of volumes of the run in this folder: it makes loop devices over them.
-pub(crate) fn devices_of_kubelet(run: &Path) -> Vec<String> {
-    let volumes = std::fs::read_dir(run.join("pools").join(NAME).join("volumes"));
-    let names = volumes.into_iter().flatten().flatten().map(|entry| entry.file_name());
-    names.map(|name| format!("/volumeDevices/{}/", name.to_string_lossy())).collect()
-}
-
 /// Starts the driver on the node, and its sidecars.
 pub(super) async fn start(run: &Run, cluster: &Cluster, built: &KubeVirt) -> Result<()> {
-    cluster::prepare_other_driver(cluster, MANIFESTS).await?;
+    cluster::apply_manifests(cluster, "manifests/file-csi.yaml", MANIFESTS).await?;
     let (socket, folder) = (run.socket_dir().join("file-csi.sock"), infra::mount_pool(run, NAME).await?);
     run.launch(NAME, driver(run, built, &socket, folder)).await?;
     drivers::start_other_driver(run, &run.state()?, NAME, socket).await

@@ -6,6 +6,7 @@
 
 mod components;
 mod file_csi;
+mod host_plugin;
 mod machines;
 mod node;
 mod objects;
@@ -16,7 +17,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use file_csi::{devices_of_kubelet, file as volume_file};
+pub(crate) use file_csi::file as volume_file;
+pub(crate) use host_plugin::start as start_host_plugin;
 pub(crate) use machines::address;
 pub use machines::qemu;
 pub(crate) use node::{Node, remove_cgroups};
@@ -71,7 +73,7 @@ pub(crate) async fn start(
     let step = ui.step("node of the management cluster");
     node.start(run, management, built, is_emulated).await?;
     step.done();
-    let step = ui.step("CSI driver of the management cluster");
+    let step = ui.step("another CSI driver of the management cluster");
     file_csi::start(run, &management.cluster, built).await?;
     step.done();
     Ok(())

@@ -67,7 +67,7 @@ impl Node {
         let state = run.state()?;
         let tools = &state.tools;
         self.write_files(run, tools, &management.kubelet_files_of_host(NODE)?)?;
-        run.launch(NODE, init(run, tools, built, is_emulated)).await?;
+        run.launch(NODE, init(run, tools, &state.binaries, built, is_emulated)).await?;
         import(run, tools, built).await?;
         run.launch(&format!("{NODE}-kubelet"), self.kubelet(run, tools)).await?;
         let client = kubeconfig::client(&management.cluster.kubeconfig).await?;
@@ -132,7 +132,7 @@ fn folder(run: &Run) -> PathBuf {
     run.path("node")
 }
 
-fn init(run: &Run, tools: &Path, built: &KubeVirt, is_emulated: bool) -> Component {
+fn init(run: &Run, tools: &Path, binaries: &Path, built: &KubeVirt, is_emulated: bool) -> Component {
     let network = format!("--net={}", network::namespace(run, Host::default()).display());
     let script = folder(run).join("init").display().to_string();
     let argv =
@@ -143,6 +143,7 @@ fn init(run: &Run, tools: &Path, built: &KubeVirt, is_emulated: bool) -> Compone
         ("BASE", built.root.display().to_string()),
         ("TOOLS", tools.display().to_string()),
         ("PROGRAMS", built.programs.display().to_string()),
+        ("BINARIES", binaries.display().to_string()),
         ("TYPE", if is_emulated { "qemu" } else { "kvm" }.to_owned()),
         ("PATH", path(tools)),
     ];
@@ -165,7 +166,7 @@ fn path(tools: &Path) -> String {
 }
 
 /// A component that runs on the node.
-fn inside(run: &Run, tools: &Path, argv: Vec<String>, ready: Ready) -> Component {
+pub(super) fn inside(run: &Run, tools: &Path, argv: Vec<String>, ready: Ready) -> Component {
     let pid = folder(run).join("pid").display().to_string();
     let mut words = vec!["sh".to_owned(), "-c".to_owned(), ENTER.to_owned(), pid];
     words.extend(argv);

@@ -6,8 +6,8 @@ use std::fmt;
 use std::time::Duration;
 
 use crds::names::{
-    ANNOTATION_CONSUMER_PREFIX, ANNOTATION_ORPHANED_REASON, ANNOTATION_ORPHANED_SINCE,
-    ANNOTATION_RETAINED_SINCE,
+    ANNOTATION_ATTACHED_TO, ANNOTATION_CONSUMER_PREFIX, ANNOTATION_ORPHANED_REASON,
+    ANNOTATION_ORPHANED_SINCE, ANNOTATION_RETAINED_SINCE,
 };
 use infra_api::{Attachment, Labels, Snapshot, Volume as InfraVolume, VolumeId};
 use k8s_openapi::jiff::Timestamp;
@@ -197,6 +197,10 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
         Removal::Keep(format!("VolumeAttachment {} refers to it", attachment.name_any()))
     } else if let Some(vm) = requester {
         Removal::Keep(format!("VirtualMachine {} lists it in spec.volumes", vm.name_any()))
+    } else if marked(ANNOTATION_ATTACHED_TO).is_some() {
+        Removal::Keep(format!(
+            "a VirtualMachine of KubeVirt may have it: annotation {ANNOTATION_ATTACHED_TO}"
+        ))
     } else if let Some(infra_attachment) = attached {
         Removal::Keep(format!("it is attached to node {} in the storage infra", infra_attachment.node))
     } else if !consumers.is_empty() {
@@ -420,6 +424,7 @@ mod tests {
         assert!(is_kept(&found(orphaned.clone(), "Retain")));
         assert!(is_kept(&found(with(json!({ANNOTATION_ORPHANED_REASON: "ClaimLost"})), "Delete")));
         assert!(is_kept(&found(with(json!({"consumer.nestor.dev/other": "{}"})), "Delete")));
+        assert!(is_kept(&found(with(json!({ANNOTATION_ATTACHED_TO: "{}"})), "Delete")));
         assert!(is_kept(&found(json!({ANNOTATION_RETAINED_SINCE: "2026-01-01T00:00:00Z"}), "Delete")));
         assert!(found(json!({}), "Delete").is_empty());
     }

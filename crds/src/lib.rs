@@ -6,6 +6,7 @@
 mod reason;
 pub mod anti_affinity;
 pub mod generate;
+pub mod kubevirt;
 pub mod names;
 mod storage_budget;
 mod storage_pool;

@@ -2,14 +2,12 @@
 
 use clap::ValueEnum;
 use crds::VIRTUAL_MACHINE_GROUP;
+use crds::kubevirt::GROUP as KUBEVIRT;
 use kube::api::ApiResource;
 use kube::core::GroupVersionKind;
 
 use crate::clusters::Cluster;
 use crate::error::Error;
-
-/// API group of KubeVirt.
-const KUBEVIRT: &str = "kubevirt.io";
 
 /// API of a guest's VMs, by flag.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

@@ -7,13 +7,12 @@
 use std::time::Duration;
 
 use crds::VIRTUAL_MACHINE_GROUP;
+use crds::kubevirt::GROUP as KUBEVIRT_GROUP;
 use kube::Client;
 use kube_kit::api_versions::{self, Served};
 use kube_kit::health::Health;
 use tokio_util::sync::CancellationToken;
 
-/// API group of KubeVirt.
-const KUBEVIRT_GROUP: &str = "kubevirt.io";
 /// Interval of requests whether a VM Operator was installed.
 const INTERVAL: Duration = Duration::from_secs(30);
 

@@ -204,7 +204,7 @@ impl Holders {
 
 /// Whether several VMs may write to the disk of a claim at once.
 pub(super) fn is_shareable(claim: &PersistentVolumeClaim) -> bool {
-    holder::is_shareable(&claim.spec.access_modes, claim.spec.volume_mode.as_deref())
+    crds::kubevirt::is_shareable(&claim.spec.access_modes, claim.spec.volume_mode.as_deref())
 }
 
 fn record_path() -> PointerBuf {

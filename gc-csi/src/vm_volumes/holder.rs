@@ -7,7 +7,7 @@
 //! - A detach changes the VM after it has read the claim, so that no PATCH planned earlier applies any more; and it gives back only what
 //!   it has read. Every take is different.
 //!
-//! A [shareable](is_shareable) claim has a record only while a volume of the guest uses it alone. VMs that share it take nothing, and get
+//! A [shareable](crds::kubevirt::is_shareable) claim has a record only while a volume of the guest uses it alone. VMs that share it take nothing, and get
 //! its disk only while there is no record.
 
 use crds::names::{ANNOTATION_ATTACHED_TO, VmName};
@@ -59,12 +59,6 @@ pub fn recorded(metadata: &ObjectMeta) -> Option<&str> {
     metadata.annotations.as_ref()?.get(ANNOTATION_ATTACHED_TO).map(String::as_str)
 }
 
-/// Whether several VMs may write to the disk of a claim at once, by its spec: the access modes of a claim never change. With a filesystem,
-/// a claim holds the disk image of one VM.
-pub fn is_shareable(access_modes: &[String], volume_mode: Option<&str>) -> bool {
-    volume_mode == Some("Block") && access_modes.iter().any(|mode| mode == "ReadWriteMany")
-}
-
 /// Decision about a take.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Take {
@@ -114,22 +108,6 @@ mod tests {
         let earlier = Take::IfOff(holder("vm-1", "u0"));
         assert_eq!(decide_take(Some(&text("vm-1", "u0")), &own), earlier, "a VM of the same name");
         assert_eq!(decide_take(Some("vm-1"), &own), Take::Unreadable);
-    }
-
-    #[test]
-    fn only_a_raw_block_device_with_read_write_many_is_shareable() {
-        let is = |modes: &[&str], mode| {
-            is_shareable(&modes.iter().map(|&one| one.to_owned()).collect::<Vec<_>>(), mode)
-        };
-        assert!(
-            is(&["ReadWriteMany"], Some("Block")) && is(&["ReadWriteOnce", "ReadWriteMany"], Some("Block"))
-        );
-        for mode in [None, Some("Filesystem")] {
-            assert!(!is(&["ReadWriteMany"], mode), "a disk image");
-        }
-        for modes in [&[][..], &["ReadWriteOnce"], &["ReadWriteOncePod"], &["ReadOnlyMany"]] {
-            assert!(!is(modes, Some("Block")), "{modes:?}");
-        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+pub use crds::kubevirt::GROUP;
 use crds::names::detaching_entry;
 use crds::{
     PersistentVolumeClaimSource, VirtualMachineStatus, VirtualMachineVolume, VirtualMachineVolumeStatus,
@@ -18,8 +19,6 @@ use super::holder::Holder;
 use super::observe::Revision;
 use super::vm::{Vm, VmSpec};
 
-/// API group.
-pub const GROUP: &str = "kubevirt.io";
 /// API version.
 pub const VERSION: &str = "v1";
 /// Phase of a volume that the guest OS has.

@@ -80,8 +80,10 @@ fn holder(claim: &PersistentVolumeClaim) -> String {
 /// Whether several VMs may have a claim without a record.
 fn is_shareable(claim: &PersistentVolumeClaim) -> bool {
     claim.spec.as_ref().is_some_and(|spec| {
-        let modes = spec.access_modes.as_deref().unwrap_or_default();
-        spec.volume_mode.as_deref() == Some("Block") && modes.iter().any(|mode| mode == "ReadWriteMany")
+        crds::kubevirt::is_shareable(
+            spec.access_modes.as_deref().unwrap_or_default(),
+            spec.volume_mode.as_deref(),
+        )
     })
 }
 

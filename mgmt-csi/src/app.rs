@@ -13,6 +13,7 @@ use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::self_check::SocketCheck;
 use csi::server::{self, EndpointArgs};
 use futures::FutureExt;
+use futures::future::OptionFuture;
 use infra_api::InfraArgs;
 use kube_kit::client::{KubeconfigArgs, wait_until_reachable};
 use kube_kit::health::Health;
@@ -174,13 +175,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let budgets = budgets.start(client.clone(), infra.clone(), &ready, stop.clone());
         let pools = pools.start(client.clone(), infra.clone(), &ready, stop.clone());
         let leading = async {
-            let vm_parts = match vm_parts {
-                Some(parts) => match parts.await {
-                    Some(parts) => Some(parts),
-                    None => return,
-                },
-                None => None,
-            };
+            let vm_parts = OptionFuture::from(vm_parts).await;
+            let is_stopped = matches!(vm_parts, Some(None));
+            if is_stopped {
+                return;
+            }
+            let vm_parts = vm_parts.flatten();
             let attachments = vm_parts.as_ref().map(RunningVmParts::attachments);
             // Reconcilers that write: they run in the leader only.
             let term = || async {

@@ -227,16 +227,13 @@ impl RunningAttachController {
     /// The state that the repair loop shares with this controller.
     pub(crate) fn shared(&self) -> Shared {
         let reconciler = &*self.reconciler;
+        let (cluster, infra) = (reconciler.client.clone(), reconciler.infra.clone());
         Shared {
-            client: reconciler.client.clone(),
-            infra: reconciler.infra.clone(),
-            attachments: reconciler.attachments.clone(),
-            by_claim: self.by_claim.clone(),
+            clients: Clients { cluster, infra, events: reconciler.events.clone() },
+            attachments: self.attachments(),
             claims: reconciler.claims.clone(),
             volumes: reconciler.volumes.clone(),
             guests: reconciler.guests.clone(),
-            events: reconciler.events.clone(),
-            queue: self.queue.clone(),
         }
     }
 

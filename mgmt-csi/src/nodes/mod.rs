@@ -182,7 +182,7 @@ impl Nodes {
 
     /// Compares all nodes with all VMs.
     async fn check_all(&self, context: &Context) -> Result<NextAction, CheckError> {
-        let listed = context.shared.infra.list_nodes(Instant::now() + TIMEOUT).await?;
+        let listed = context.shared.clients.infra.list_nodes(Instant::now() + TIMEOUT).await?;
         let mut nodes: HashMap<Uuid, Node> = listed.into_iter().map(|node| (node.uuid, node)).collect();
         for vm in context.vms.list() {
             let Some(uuid) = decide::uuid(&vm) else { continue };
@@ -216,7 +216,7 @@ impl Nodes {
         uuid: Uuid,
         vm: &VirtualMachine,
     ) -> Result<NextAction, CheckError> {
-        let infra = &context.shared.infra;
+        let infra = &context.shared.clients.infra;
         let spec = decide::node(vm, self.writer);
         let registered = infra.register_node(uuid, &spec, Instant::now() + TIMEOUT).await;
         let node = match registered {
@@ -244,13 +244,13 @@ impl Nodes {
         error: &RegisterError,
     ) -> Result<(), CheckError> {
         let is_new = matches!(error, RegisterError::NotFound(_))
-            || context.shared.infra.get_node(uuid, Instant::now() + TIMEOUT).await?.is_none();
+            || context.shared.clients.infra.get_node(uuid, Instant::now() + TIMEOUT).await?.is_none();
         if !is_new {
             return Ok(());
         }
         self.metrics.unregistered.insert(uuid);
         let why = error.message().guest();
-        context.shared.events.warning_once(
+        context.shared.clients.events.warning_once(
             virtual_machines::reference(vm),
             "Register",
             EventReason::NodeNotRegistered.as_str(),
@@ -263,7 +263,7 @@ impl Nodes {
 
     /// Removes the node of a deleted VM.
     async fn remove(&self, context: &Context, uuid: Uuid) -> Result<NextAction, CheckError> {
-        let infra = &context.shared.infra;
+        let infra = &context.shared.clients.infra;
         self.metrics.unregistered.remove(uuid);
         let node = infra.get_node(uuid, Instant::now() + TIMEOUT).await?.filter(decide::is_own);
         let removed = match &node {
@@ -317,7 +317,7 @@ fn group(uuid: Uuid) -> Key {
 /// Whether a VM has VolumeAttachments.
 fn has_disks(shared: &Shared, uuid: Uuid) -> bool {
     let text = uuid.to_string();
-    shared.attachments.informer().find(|one| one.spec.node_uuid == text).is_some()
+    shared.attachments.objects.informer().find(|one| one.spec.node_uuid == text).is_some()
 }
 
 /// Retries the attaches that may have failed because the node was not registered.
@@ -326,8 +326,8 @@ fn requeue_unattached(shared: &Shared, uuid: Uuid) {
     let waits = |one: &crds::VolumeAttachment| {
         one.spec.node_uuid == text && one.metadata.deletion_timestamp.is_none() && !is_attached(one)
     };
-    for attachment in shared.attachments.informer().list().iter().filter(|one| waits(one)) {
-        shared.queue.push(Key::of(&**attachment));
+    for attachment in shared.attachments.objects.informer().list().iter().filter(|one| waits(one)) {
+        shared.attachments.queue.push(Key::of(&**attachment));
     }
 }
 
@@ -345,7 +345,7 @@ fn report_duplicate(context: &Context, uuid: Uuid, older: &VirtualMachine, vm: &
 fn warn(context: &Context, about: ObjectReference, reason: EventReason, note: &str) {
     let (namespace, name) = (about.namespace.as_deref(), about.name.as_deref());
     tracing::warn!(namespace, vm = name, reason = reason.as_str(), "{note}");
-    context.shared.events.warning_once(about, "Register", reason.as_str(), note.to_owned());
+    context.shared.clients.events.warning_once(about, "Register", reason.as_str(), note.to_owned());
 }
 
 /// Object reference to the deleted VirtualMachine of a node.

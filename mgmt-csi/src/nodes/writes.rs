@@ -56,7 +56,7 @@ pub(super) async fn proof(
 }
 
 fn api(context: &Context, key: &Key) -> Api<VirtualMachine> {
-    Api::namespaced_with(context.shared.client.clone(), &key.namespace, &context.resource)
+    Api::namespaced_with(context.shared.clients.cluster.clone(), &key.namespace, &context.resource)
 }
 
 /// Whether it was written. A VM that was deleted, or created again, is not: the watch shows it.

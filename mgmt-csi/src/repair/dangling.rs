@@ -46,8 +46,8 @@ impl Repair {
     /// Compares all attachments of the storage infra with all VolumeAttachments.
     pub(super) async fn compare_all(&self, shared: &Shared) -> Result<NextAction, CheckError> {
         // Listed before the attachments: a VolumeAttachment that is attached now has its attachment in the later list.
-        let attachments = shared.attachments.informer().list();
-        let infra_attachments = shared.infra.list_attachments(None, Instant::now() + TIMEOUT).await?;
+        let attachments = shared.attachments.objects.informer().list();
+        let infra_attachments = shared.clients.infra.list_attachments(None, Instant::now() + TIMEOUT).await?;
         let listed: HashMap<&AttachmentId, &Attachment> = infra_attachments
             .iter()
             .map(|infra_attachment| (&infra_attachment.id, infra_attachment))
@@ -55,7 +55,7 @@ impl Repair {
         for attachment in &attachments {
             // Usually it is being reconciled already; this covers a lost event.
             if !is_reconciled(attachment) {
-                shared.queue.push(Key::of(&**attachment));
+                shared.attachments.queue.push(Key::of(&**attachment));
             }
             if !is_expected(attachment) {
                 continue;
@@ -114,8 +114,8 @@ impl Repair {
         let volumes = read_volumes(shared, found).await?;
         let claim = claim_of(found, &volumes);
         let namespace = claim.map_or("", |claim| claim.namespace.as_str());
-        let attachments = read_attachments(&shared.client, namespace).await?;
-        let vms = read_vms(&shared.client, namespace).await?;
+        let attachments = read_attachments(&shared.clients.cluster, namespace).await?;
+        let vms = read_vms(&shared.clients.cluster, namespace).await?;
         let decision = decide(&Inputs {
             infra_attachment: found,
             volumes: &volumes,
@@ -126,7 +126,7 @@ impl Repair {
         let (done, reason, what) = match decision {
             Decision::HasAttachment => return Ok(Done::Nothing),
             Decision::Detach => {
-                shared.infra.detach(&found.id, false, DETACH_TIMEOUT).await?;
+                shared.clients.infra.detach(&found.id, false, DETACH_TIMEOUT).await?;
                 self.metrics.repaired(DANGLING_ATTACHMENT);
                 (
                     Done::Detached,
@@ -182,7 +182,7 @@ fn left_alone(found: &Attachment, reason: LeaveReason, why: &str) -> Message {
 /// The PersistentVolumes of a dangling attachment that have a claim, read from the API server.
 async fn read_volumes(shared: &Shared, found: &Attachment) -> Result<Vec<ClaimedVolume>, CheckError> {
     let observed = shared.volumes.of_volume(&found.volume).into_iter();
-    let reads = observed.map(|observed| read_volume(&shared.client, found, observed));
+    let reads = observed.map(|observed| read_volume(&shared.clients.cluster, found, observed));
     Ok(try_join_all(reads).await?.into_iter().flatten().collect())
 }
 

@@ -173,7 +173,7 @@ impl Repair {
             return Ok(NextAction::AwaitChange);
         };
         let node = attachment.spec.node_uuid.parse().ok();
-        let listed = shared.infra.list_attachments(node, Instant::now() + TIMEOUT).await?;
+        let listed = shared.clients.infra.list_attachments(node, Instant::now() + TIMEOUT).await?;
         if let Some(infra_attachment) = listed.iter().find(|infra_attachment| infra_attachment.id == *id) {
             shared.requeue_if_different(&attachment, infra_attachment);
             return Ok(NextAction::AwaitChange);
@@ -181,7 +181,7 @@ impl Repair {
         let (key, uid) = (Key::of(&*attachment), attachment.metadata.uid.as_deref().unwrap_or_default());
         if listed.iter().any(|infra_attachment| has_same_name(&infra_attachment.id, &key, uid)) {
             // Not lost: it belongs to a predecessor of the same name, as after a restore, and is taken over.
-            shared.queue.push(key);
+            shared.attachments.queue.push(key);
         } else {
             self.report_lost(shared, &attachment);
         }
@@ -194,10 +194,10 @@ impl Repair {
         if attachments.is_empty() {
             return Ok(NextAction::AwaitChange);
         }
-        let volume = shared.infra.get_volume(id, Instant::now() + TIMEOUT).await?;
+        let volume = shared.clients.infra.get_volume(id, Instant::now() + TIMEOUT).await?;
         if volume.is_some_and(|volume| !volume.condition.healthy) {
             for attachment in attachments {
-                shared.queue.push(Key::of(&*attachment));
+                shared.attachments.queue.push(Key::of(&*attachment));
             }
         }
         Ok(NextAction::AwaitChange)
@@ -206,11 +206,12 @@ impl Repair {
     /// Reports the state of a node that changed, if its VM has disks of this driver.
     async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
         let text = node.to_string();
-        let Some(attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text) else {
+        let Some(attachment) = shared.attachments.objects.informer().find(|one| one.spec.node_uuid == text)
+        else {
             return Ok(NextAction::AwaitChange);
         };
         let (Some(vm), Some(found)) =
-            (vm_reference(&attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
+            (vm_reference(&attachment), shared.clients.infra.get_node(node, Instant::now() + TIMEOUT).await?)
         else {
             return Ok(NextAction::AwaitChange);
         };
@@ -219,8 +220,8 @@ impl Repair {
             tracing::info!(%node, "{text}");
             let note = text.guest().to_owned();
             match found.state {
-                NodeState::Running => shared.events.normal(vm, "Watch", reason.as_str(), note),
-                _ => shared.events.warning(vm, "Watch", reason.as_str(), note),
+                NodeState::Running => shared.clients.events.normal(vm, "Watch", reason.as_str(), note),
+                _ => shared.clients.events.warning(vm, "Watch", reason.as_str(), note),
             }
         }
         Ok(NextAction::AwaitChange)
@@ -240,7 +241,7 @@ impl Repair {
             note,
         );
         self.metrics.repaired(LOST_ATTACHMENT);
-        shared.queue.push(key);
+        shared.attachments.queue.push(key);
     }
 }
 
@@ -251,17 +252,17 @@ impl Shared {
         let key = match parse_attachment_id(id)? {
             ParsedId::Name(key) => key,
             // The name is too long for an ID, so search all.
-            ParsedId::Hashed => Key::of(&*self.attachments.informer().find(is_its)?),
+            ParsedId::Hashed => Key::of(&*self.attachments.objects.informer().find(is_its)?),
         };
-        self.attachments.get(&key).filter(|attachment| is_its(attachment))
+        self.attachments.objects.get(&key).filter(|attachment| is_its(attachment))
     }
 
     /// The attached VolumeAttachments of a volume.
     fn attachments_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
         let claims = self.volumes.of_volume(id).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
-        let attachments = claims.flat_map(|claim| self.by_claim.members(&claim));
+        let attachments = claims.flat_map(|claim| self.attachments.by_claim.members(&claim));
         attachments
-            .filter_map(|attachment| self.attachments.get(&attachment))
+            .filter_map(|attachment| self.attachments.objects.get(&attachment))
             .filter(|attachment| is_expected(attachment))
             .collect()
     }
@@ -270,14 +271,14 @@ impl Shared {
     fn requeue_if_different(&self, attachment: &VolumeAttachment, infra_attachment: &Attachment) {
         let desired = resolve(attachment, &self.claims, &self.volumes, &self.guests).ok();
         if !matches(attachment, infra_attachment, desired.as_ref()) {
-            self.queue.push(Key::of(attachment));
+            self.attachments.queue.push(Key::of(attachment));
         }
     }
 
     /// Emits a warning event on a claim, if it exists.
     fn warn_claim(&self, claim: &Key, reason: EventReason, note: String) {
         if let Some(claim) = self.claims.get(claim) {
-            self.events.warning(cluster::reference(&claim), "Repair", reason.as_str(), note);
+            self.clients.events.warning(cluster::reference(&claim), "Repair", reason.as_str(), note);
         }
     }
 }

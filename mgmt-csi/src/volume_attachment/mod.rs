@@ -9,8 +9,7 @@ use crds::names::{ANNOTATION_TRACEPARENT, FINALIZER_DETACH};
 use crds::{AttachReason, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::{Client, Resource};
-use kube_kit::events::Events;
+use kube::Resource;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::mutation_cache::MutationCache;
@@ -18,26 +17,20 @@ use kube_kit::partial::{PersistentVolumeClaim, identity, only};
 use kube_kit::queue::Queue;
 use serde_json::json;
 
+use crate::clients::Clients;
 use crate::cluster::Volumes;
-use crate::infra::StorageInfra;
 use crate::ownership::vm_guests::VmGuests;
 
-/// State shared by the attach controller and the repair loop: clients, caches, and the queue of the attach controller.
+/// State shared by the attach controller and the repair loop.
 pub(crate) struct Shared {
-    pub(crate) client: Client,
-    pub(crate) infra: Arc<dyn StorageInfra>,
-    pub(crate) attachments: Arc<MutationCache<VolumeAttachment>>,
-    /// VolumeAttachments by claim.
-    pub(crate) by_claim: Arc<Index>,
+    pub(crate) clients: Clients,
+    pub(crate) attachments: Attachments,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
     pub(crate) volumes: Volumes,
     pub(crate) guests: VmGuests,
-    pub(crate) events: Events,
-    /// Requests a reconcile by the attach controller.
-    pub(crate) queue: Queue<Key>,
 }
 
-/// The VolumeAttachments, for reconcilers of other objects.
+/// The VolumeAttachments, and the queue of the attach controller.
 #[derive(Clone)]
 pub(crate) struct Attachments {
     pub(crate) objects: Arc<MutationCache<VolumeAttachment>>,

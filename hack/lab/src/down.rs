@@ -1,6 +1,7 @@
 //! Teardown of a lab: everything in its state, in dependency order.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -102,40 +103,65 @@ async fn unmount_all(dir: &Path, selected: impl Fn(&Path) -> bool) -> Result<()>
     Ok(())
 }
 
-/// Detaches loop devices over files under a folder, and those with which kubelet of a lab with KubeVirt holds the volumes there. A
-/// mounted one is detached by its unmount.
+/// Detaches loop devices over files under a folder, and those over these devices, with which kubelet of a lab with KubeVirt holds
+/// volumes. A mounted one is detached by its unmount.
 async fn detach_loops(dir: &Path) -> Result<()> {
-    let held = devices_of_kubelet(dir);
-    let is_held = |file: &str| held.iter().any(|folder| file.contains(folder));
     let listed = crate::process::run(&mut command(
         "losetup",
-        ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"],
+        ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-MAJ:MIN,BACK-INO,BACK-FILE"],
     ))
     .await?;
-    let mut devices: Vec<(&str, &str)> = listed.lines().filter_map(|line| line.split_once(' ')).collect();
-    // They hold the others.
-    devices.sort_by_key(|(_, file)| !is_held(file));
-    for (device, file) in devices {
-        if Path::new(file).starts_with(dir) || is_held(file) {
-            let detached = crate::process::run(&mut command("losetup", ["--detach", device])).await;
-            // A device with autoclear is freed by its unmount, perhaps after it was listed.
-            let name = device.trim_start_matches("/dev/");
-            if Path::new("/sys/block").join(name).join("loop").exists() {
-                detached?;
-            }
+    let all: Vec<LoopDevice<'_>> = listed.lines().filter_map(LoopDevice::parse).collect();
+    for LoopDevice { name, .. } in stacked_on(dir, &all, device_node) {
+        let detached = crate::process::run(&mut command("losetup", ["--detach", name])).await;
+        // A device with autoclear is freed by its unmount, perhaps after it was listed.
+        let block = Path::new("/sys/block").join(name.trim_start_matches("/dev/"));
+        if block.join("loop").exists() {
+            detached?;
         }
     }
     Ok(())
 }
 
-/// Parts of the paths at which kubelet of a lab with KubeVirt holds the devices of volumes in the pools of this folder: it makes loop
-/// devices over them. A volume's file has the name of its PersistentVolume, perhaps with an ending.
-fn devices_of_kubelet(dir: &Path) -> Vec<String> {
-    let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    let files =
-        entries(&dir.join("pools")).flat_map(|pool| entries(&pool).chain(entries(&pool.join("volumes"))));
-    let names = files.filter_map(|file| Some(file.file_stem()?.to_string_lossy().into_owned()));
-    names.map(|name| format!("/volumeDevices/{name}/")).collect()
+/// A file by its filesystem (`MAJOR:MINOR`) and inode: its path depends on the mount namespace.
+type Inode = (String, u64);
+
+struct LoopDevice<'a> {
+    name: &'a str,
+    backing: Inode,
+    file: &'a Path,
+}
+
+impl<'a> LoopDevice<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let mut words = line.splitn(4, ' ');
+        let (name, filesystem, inode) = (words.next()?, words.next()?, words.next()?.parse().ok()?);
+        Some(Self { name, backing: (filesystem.to_owned(), inode), file: Path::new(words.next()?) })
+    }
+}
+
+/// The loop devices over files under a folder and those over these devices, each before the one below it.
+fn stacked_on<'a>(
+    dir: &Path,
+    all: &'a [LoopDevice<'a>],
+    node: impl Fn(&str) -> Option<Inode>,
+) -> Vec<&'a LoopDevice<'a>> {
+    let mut found: Vec<_> = all.iter().filter(|one| one.file.starts_with(dir)).collect();
+    let mut at = 0;
+    while at < found.len() {
+        let below = node(found[at].name);
+        found.extend(all.iter().filter(|one| Some(&one.backing) == below.as_ref()));
+        at += 1;
+    }
+    found.reverse();
+    found
+}
+
+/// The node of a device.
+fn device_node(name: &str) -> Option<Inode> {
+    let node = fs::metadata(name).ok()?;
+    let filesystem = format!("{}:{}", rustix::fs::major(node.dev()), rustix::fs::minor(node.dev()));
+    Some((filesystem, node.ino()))
 }
 
 fn remove(dir: &Path) -> Result<()> {
@@ -165,4 +191,49 @@ fn remove_folder(run: &Run, keep_logs: bool) -> Result<()> {
         let _ = fs::remove_dir(run.dir());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_detached_before_the_one_below_it_wherever_its_path_seems_to_be() {
+        let lines = [
+            "/dev/loop1 254:0 7 /labs/a/pools/p.xfs",
+            "/dev/loop2 7:1 132 /labs/a/pools/p/volume (deleted)",
+            "/dev/loop3 0:6 102 /",
+            "/dev/loop4 0:6 103 /",
+            "/dev/loop5 0:6 109 /",
+            "/dev/loop6 254:0 102 /labs/ab/pools/p.xfs",
+        ];
+        let all: Vec<_> = lines.iter().filter_map(|line| LoopDevice::parse(line)).collect();
+        let node = |name: &str| Some(("0:6".to_owned(), 100 + u64::from(*name.as_bytes().last()? - b'0')));
+        let names: Vec<_> =
+            stacked_on(Path::new("/labs/a"), &all, node).into_iter().map(|one| one.name).collect();
+        assert_eq!(names, ["/dev/loop4", "/dev/loop3", "/dev/loop2", "/dev/loop1"]);
+    }
+
+    #[tokio::test]
+    async fn loop_devices_over_loop_devices_over_a_file_are_detached() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("disk");
+        fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let attach = async |below: &str| {
+            let attached = crate::process::run(&mut command("losetup", ["--find", "--show", below])).await;
+            attached.unwrap().trim().to_owned()
+        };
+        let below = attach(file.to_str().unwrap()).await;
+        let above = attach(&below).await;
+        detach_loops(folder.path()).await.unwrap();
+        for device in [below, above] {
+            let backing =
+                Path::new("/sys/block").join(device.trim_start_matches("/dev/")).join("loop/backing_file");
+            let backing = fs::read_to_string(backing).unwrap_or_default();
+            assert!(
+                !backing.starts_with(folder.path().to_str().unwrap()) && !backing.contains("/dev/loop"),
+                "{device}: {backing}"
+            );
+        }
+    }
 }

@@ -20,19 +20,15 @@ const TOKEN_SECONDS: i64 = 30 * 24 * 3600;
 
 /// Applies every document of a YAML text (server-side apply, so repeating it changes nothing).
 pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
-    let documents: Vec<Value> =
-        serde_saphyr::from_multiple(yaml).with_context(|| format!("{what} is not valid YAML"))?;
-    for document in documents {
-        apply_one(client, document).await.with_context(|| format!("cannot apply {what}"))?;
-    }
-    Ok(())
+    apply_without(client, what, yaml, None).await
 }
 
 /// Applies every document of a YAML text, except those of this kind.
-pub async fn apply_without(client: &Client, what: &str, yaml: &str, kind: &str) -> Result<()> {
+pub async fn apply_without(client: &Client, what: &str, yaml: &str, kind: Option<&str>) -> Result<()> {
     let documents: Vec<Value> =
         serde_saphyr::from_multiple(yaml).with_context(|| format!("{what} is not valid YAML"))?;
-    for document in documents.into_iter().filter(|document| document["kind"] != kind) {
+    for document in documents.into_iter().filter(|document| kind.is_none_or(|kind| document["kind"] != kind))
+    {
         apply_one(client, document).await.with_context(|| format!("cannot apply {what}"))?;
     }
     Ok(())

@@ -59,33 +59,35 @@ pub async fn apply_cluster_api(cluster: &Cluster) -> Result<()> {
 pub async fn prepare_management(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     apply_definitions(&client, &definitions(&repository().join("crds").join("yaml"))?).await?;
-    prepare_management_roles(cluster).await?;
+    apply_management(&client, None).await?;
     apply(&client, "nestor-management/files/classes.yaml", MANAGEMENT_CLASSES).await?;
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
 }
 
-/// The same for a cluster without VirtualMachines of a VM Operator, whose pods use volumes.
+/// The same for a cluster without VirtualMachines of a VM Operator, whose pods use volumes. Classes are left out.
 pub(crate) async fn prepare_management_for_pods(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     let mut definitions = definitions(&repository().join("crds").join("yaml"))?;
     definitions.retain(|(file, _)| !file.contains(crds::VIRTUAL_MACHINE_GROUP));
     apply_definitions(&client, &definitions).await?;
-    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
-    let fill = |yaml: &str| yaml.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
     // The CSIDriver is that of the node service.
-    apply_without(&client, "nestor-management/files/management.yaml", &fill(MANAGEMENT), "CSIDriver").await?;
-    apply(&client, "nestor-management/files/node-service.yaml", &fill(NODE_SERVICE)).await?;
+    apply_management(&client, Some("CSIDriver")).await?;
+    let node_service = in_management_namespace(NODE_SERVICE);
+    apply(&client, "nestor-management/files/node-service.yaml", &node_service).await?;
     let attacher = json!({"name": ATTACHER, "namespace": MANAGEMENT_NAMESPACE});
     apply_one(&client, json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": attacher})).await?;
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &["mgmt-csi", ATTACHER]).await
 }
 
-/// Applies Nestor's namespace, driver and roles to the management cluster.
-async fn prepare_management_roles(cluster: &Cluster) -> Result<()> {
-    let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
-    let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
-    apply(&client, "nestor-management/files/management.yaml", &accounts).await
+/// Applies Nestor's namespace, driver and roles to the management cluster, except objects of this kind.
+async fn apply_management(client: &kube::Client, without: Option<&str>) -> Result<()> {
+    apply_one(client, namespace(MANAGEMENT_NAMESPACE)).await?;
+    let objects = in_management_namespace(MANAGEMENT);
+    apply_without(client, "nestor-management/files/management.yaml", &objects, without).await
+}
+
+fn in_management_namespace(yaml: &str) -> String {
+    yaml.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE)
 }
 
 /// Applies manifests of the lab.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
+use serde::Deserialize;
 
 use crate::host::Host;
 use crate::kubevirt;
@@ -108,10 +109,10 @@ async fn unmount_all(dir: &Path, selected: impl Fn(&Path) -> bool) -> Result<()>
 async fn detach_loops(dir: &Path) -> Result<()> {
     let listed = crate::process::run(&mut command(
         "losetup",
-        ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-MAJ:MIN,BACK-INO,BACK-FILE"],
+        ["--list", "--json", "--output", "NAME,BACK-MAJ:MIN,BACK-INO,BACK-FILE"],
     ))
     .await?;
-    let all: Vec<LoopDevice<'_>> = listed.lines().filter_map(LoopDevice::parse).collect();
+    let all = parse(&listed)?;
     for LoopDevice { name, .. } in stacked_on(dir, &all, device_node) {
         let detached = crate::process::run(&mut command("losetup", ["--detach", name])).await;
         // A device with autoclear is freed by its unmount, perhaps after it was listed.
@@ -126,31 +127,51 @@ async fn detach_loops(dir: &Path) -> Result<()> {
 /// A file by its filesystem (`MAJOR:MINOR`) and inode: its path depends on the mount namespace.
 type Inode = (String, u64);
 
-struct LoopDevice<'a> {
-    name: &'a str,
-    backing: Inode,
-    file: &'a Path,
+#[derive(Debug, Deserialize)]
+struct Listed {
+    loopdevices: Vec<LoopDevice>,
 }
 
-impl<'a> LoopDevice<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
-        let mut words = line.splitn(4, ' ');
-        let (name, filesystem, inode) = (words.next()?, words.next()?, words.next()?.parse().ok()?);
-        Some(Self { name, backing: (filesystem.to_owned(), inode), file: Path::new(words.next()?) })
+/// One that is being freed has no file.
+#[derive(Debug, Deserialize)]
+struct LoopDevice {
+    name: String,
+    /// Padded to the width of a column.
+    #[serde(rename = "back-maj:min")]
+    filesystem: Option<String>,
+    #[serde(rename = "back-ino")]
+    inode: Option<u64>,
+    #[serde(rename = "back-file")]
+    file: Option<PathBuf>,
+}
+
+impl LoopDevice {
+    fn is_over(&self, (filesystem, inode): &Inode) -> bool {
+        self.filesystem.as_deref().map(str::trim) == Some(filesystem) && self.inode == Some(*inode)
     }
+}
+
+/// Parses what losetup prints, which is nothing without devices.
+fn parse(listed: &str) -> Result<Vec<LoopDevice>> {
+    if listed.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    let listed: Listed = serde_json::from_str(listed).context("unexpected output of losetup")?;
+    Ok(listed.loopdevices)
 }
 
 /// The loop devices over files under a folder and those over these devices, each before the one below it.
 fn stacked_on<'a>(
     dir: &Path,
-    all: &'a [LoopDevice<'a>],
+    all: &'a [LoopDevice],
     node: impl Fn(&str) -> Option<Inode>,
-) -> Vec<&'a LoopDevice<'a>> {
-    let mut found: Vec<_> = all.iter().filter(|one| one.file.starts_with(dir)).collect();
+) -> Vec<&'a LoopDevice> {
+    let is_below = |one: &&LoopDevice| one.file.as_ref().is_some_and(|file| file.starts_with(dir));
+    let mut found: Vec<_> = all.iter().filter(is_below).collect();
     let mut at = 0;
     while at < found.len() {
-        let below = node(found[at].name);
-        found.extend(all.iter().filter(|one| Some(&one.backing) == below.as_ref()));
+        let below = node(&found[at].name);
+        found.extend(all.iter().filter(|one| below.as_ref().is_some_and(|below| one.is_over(below))));
         at += 1;
     }
     found.reverse();
@@ -195,22 +216,25 @@ fn remove_folder(run: &Run, keep_logs: bool) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
     fn a_device_is_detached_before_the_one_below_it_wherever_its_path_seems_to_be() {
-        let lines = [
-            "/dev/loop1 254:0 7 /labs/a/pools/p.xfs",
-            "/dev/loop2 7:1 132 /labs/a/pools/p/volume (deleted)",
-            "/dev/loop3 0:6 102 /",
-            "/dev/loop4 0:6 103 /",
-            "/dev/loop5 0:6 109 /",
-            "/dev/loop6 254:0 102 /labs/ab/pools/p.xfs",
+        let device = |(name, filesystem, inode, file): (&str, &str, u64, &str)| json!({"name": name, "back-maj:min": filesystem, "back-ino": inode, "back-file": file});
+        let devices = [
+            ("/dev/loop1", "  254:0  ", 7, "/labs/a/pools/p.xfs"),
+            ("/dev/loop2", "    7:1  ", 132, "/labs/a/pools/p/volume (deleted)"),
+            ("/dev/loop3", "    0:6  ", 102, "/"),
+            ("/dev/loop4", "    0:6  ", 103, "/"),
+            ("/dev/loop5", "    0:6  ", 109, "/"),
+            ("/dev/loop6", "  254:0  ", 102, "/labs/ab/pools/p.xfs"),
         ];
-        let all: Vec<_> = lines.iter().filter_map(|line| LoopDevice::parse(line)).collect();
+        let all = parse(&json!({"loopdevices": devices.map(device)}).to_string()).unwrap();
         let node = |name: &str| Some(("0:6".to_owned(), 100 + u64::from(*name.as_bytes().last()? - b'0')));
         let names: Vec<_> =
-            stacked_on(Path::new("/labs/a"), &all, node).into_iter().map(|one| one.name).collect();
+            stacked_on(Path::new("/labs/a"), &all, node).into_iter().map(|one| one.name.as_str()).collect();
         assert_eq!(names, ["/dev/loop4", "/dev/loop3", "/dev/loop2", "/dev/loop1"]);
     }
 

@@ -385,9 +385,9 @@ async fn an_attached_volume_has_one_file_after_a_crash_at_every_step_of_its_move
         let disk = at.create(&id).await.disk_uuid;
         at.attach(&id, &id).await;
         at.site.arm(step, *time);
+        println!("at {step}, pass {time}");
         let _ = move_attached(&at, &id, disk).await;
         at = at.restart_after_crash().await;
-        println!("at {step}, pass {time}");
         // The crash may have been before the intent.
         until("the move is requested", async || at.start(&id, &to("far", None)).await.is_ok()).await;
         check_moved(&at, &id, disk).await;

@@ -231,11 +231,13 @@ impl Site {
         fs::write(self.path("points/passed"), "").unwrap();
     }
 
-    /// Fail points passed since then, in order; ends the recording.
+    /// Fail points passed since then by operations, in order; ends the recording.
     pub fn passed_fail_points(&self) -> Vec<String> {
         let passed = fs::read_to_string(self.path("points/passed")).unwrap();
         fs::remove_file(self.path("points/passed")).unwrap();
-        passed.lines().map(str::to_owned).collect()
+        // The monitor of the VMs records the host of a hypervisor once, at any time.
+        let is_operation = |point: &&str| !point.starts_with("catalog.power.note_host.");
+        passed.lines().filter(is_operation).map(str::to_owned).collect()
     }
 
     /// Starts a server and waits until it serves.

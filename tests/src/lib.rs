@@ -33,6 +33,7 @@ mod leftovers;
 pub mod local_pod;
 pub mod machine;
 pub mod management;
+pub mod nodes;
 mod objects;
 pub mod onboarding;
 pub mod own_namespace;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use crds::names::{TAINT_OUT_OF_SERVICE, TAINT_PROVEN_OFF};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use crds::names::TAINT_PROVEN_OFF;
+use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
+use tests::nodes::{has_taints, nodes, set_ready, taints};
 use tests::pods::{self, PodScenario, filesystem};
 use tests::{PATIENCE, Scenario, eventually};
 
@@ -15,25 +16,6 @@ use super::holders::Spare;
 
 /// Component of the lab: the guest's gc-csi.
 const GC_CSI: &str = "g1-gc-csi";
-
-fn nodes(clusters: &Clusters) -> Api<Node> {
-    Api::all(clusters.guest.clone())
-}
-
-/// The values of a Node's out-of-service taints.
-async fn taints(clusters: &Clusters, node: &str) -> Result<Vec<String>> {
-    let taints = nodes(clusters).get(node).await?.spec.and_then(|spec| spec.taints).unwrap_or_default();
-    let ours = taints.into_iter().filter(|taint| taint.key == TAINT_OUT_OF_SERVICE);
-    Ok(ours.map(|taint| taint.value.unwrap_or_default()).collect())
-}
-
-async fn has_taints(clusters: &Clusters, node: &str, expected: &[&str]) -> Result<()> {
-    eventually(&format!("Node {node} has the out-of-service taints {expected:?}"), PATIENCE, || async {
-        let found = taints(clusters, node).await?;
-        Ok(if found == expected { Ok(()) } else { Err(format!("{found:?}")) })
-    })
-    .await
-}
 
 /// Lets KubeVirt run a VM, or stop it for good.
 async fn set_run_strategy(clusters: &Clusters, vm: &str, strategy: &str) -> Result<()> {
@@ -57,11 +39,8 @@ async fn has_no_instance(clusters: &Clusters, vm: &str) -> Result<()> {
 /// A Node of a VM, which no kubelet keeps ready.
 async fn add_node(clusters: &Clusters, name: &str) -> Result<()> {
     let node = json!({"metadata": {"name": name}, "spec": {"unschedulable": true}});
-    nodes(clusters).create(&PostParams::default(), &serde_json::from_value(node)?).await?;
-    let ready = json!({"type": "Ready", "status": "False", "reason": "Test", "message": "set by a test"});
-    let patch = Patch::Strategic(json!({"status": {"conditions": [ready]}}));
-    nodes(clusters).patch_status(name, &PatchParams::default(), &patch).await?;
-    Ok(())
+    nodes(&clusters.guest).create(&PostParams::default(), &serde_json::from_value(node)?).await?;
+    set_ready(&clusters.guest, name, "False").await
 }
 
 /// A pod that says it runs an instance of a VM, which is gone: nobody knows whether QEMU runs in it.
@@ -107,7 +86,7 @@ async fn a_node_is_tainted_only_when_neither_an_instance_nor_a_pod_of_its_vm_is_
         add_node(&clusters, &spare.name).await?;
         let tainted = is_tainted_when_off(&s, &clusters, &spare).await;
         let (now, machines) = (DeleteParams::default(), clusters.kubevirt("VirtualMachine"));
-        let removed = nodes(&clusters).delete(&spare.name, &now).await.map(drop);
+        let removed = nodes(&clusters.guest).delete(&spare.name, &now).await.map(drop);
         tainted.and(removed.map_err(Into::into))?;
         machines.delete(&spare.name, &now).await?;
         has_no_instance(&clusters, &spare.name).await
@@ -119,23 +98,23 @@ async fn is_tainted_when_off(s: &Scenario, clusters: &Clusters, spare: &Spare) -
     let vm = spare.name.as_str();
     s.wait_for_reason_of("Node", vm, "NodeNotProvenOff", &["its VM may run"]).await?;
     has_decided_again(clusters).await?;
-    ensure!(taints(clusters, vm).await?.is_empty(), "tainted while its VM runs");
+    ensure!(taints(&clusters.guest, vm).await?.is_empty(), "tainted while its VM runs");
 
     // Its instance ends, and a pod is left.
     let (pods, launcher) = add_launcher(clusters, vm).await?;
     set_run_strategy(clusters, vm, "Halted").await?;
     has_no_instance(clusters, vm).await?;
     has_decided_again(clusters).await?;
-    let found = taints(clusters, vm).await?;
+    let found = taints(&clusters.guest, vm).await?;
     pods.delete(&launcher, &DeleteParams::default()).await?;
     ensure!(found.is_empty(), "tainted while nobody knows whether its VM runs");
-    has_taints(clusters, vm, &[TAINT_PROVEN_OFF]).await?;
+    has_taints(&clusters.guest, vm, &[TAINT_PROVEN_OFF]).await?;
     s.wait_for_reason_of("Node", vm, "OutOfServiceTaintAdded", &["KubeVirt has proven", vm]).await?;
 
     // It loses the taint before its Node is ready: pods that make it ready may not tolerate it.
     set_run_strategy(clusters, vm, "Always").await?;
     spare.runs(clusters, None).await?;
-    has_taints(clusters, vm, &[]).await?;
+    has_taints(&clusters.guest, vm, &[]).await?;
     s.wait_for_reason_of("Node", vm, "OutOfServiceTaintRemoved", &["runs again"]).await
 }
 
@@ -175,11 +154,11 @@ async fn a_pod_of_a_vm_that_was_stopped_runs_elsewhere_without_a_person() -> Res
         has_no_instance(&clusters, &lost).await?;
         let node = pods.ready_on("web", Some(&lost)).await?;
         ensure!(&node == other, "the pod is on {node}");
-        ensure!(taints(&clusters, &lost).await? == [TAINT_PROVEN_OFF], "the taint is not gc-csi's");
+        ensure!(taints(&clusters.guest, &lost).await? == [TAINT_PROVEN_OFF], "the taint is not gc-csi's");
         pods.scenario().wait_for_reason_of("Node", &lost, "OutOfServiceTaintAdded", &[&lost]).await?;
 
         set_run_strategy(&clusters, &lost, "Always").await?;
-        has_taints(&clusters, &lost, &[]).await?;
+        has_taints(&clusters.guest, &lost, &[]).await?;
         pods.node_ready(&lost, true).await?;
         pods.remove_sets().await?;
         // Read on the VM that was stopped, to check that the volume can be attached there again.

@@ -4,14 +4,13 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF, TAINT_OUT_OF_SERVICE, TAINT_PROVEN_OFF};
-use k8s_openapi::api::core::v1::Node;
+use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF, TAINT_PROVEN_OFF};
 use kube::ResourceExt;
-use kube::api::{Api, Patch, PatchParams};
 use lab::vm::virsh;
 use rustix::process::Signal;
 use serde_json::json;
 use tests::hypervisor::BareDomain;
+use tests::nodes::{has_taints, set_ready, taints};
 use tests::program::Controller;
 use tests::{PATIENCE, Scenario, eventually, run_alone};
 
@@ -19,34 +18,6 @@ use super::{on_bare_domains, start_record_writer, with_bare_domains, with_vms_th
 
 /// Component of the lab: the first guest's gc-csi.
 const GC_CSI: &str = "g1-gc-csi";
-
-fn nodes(s: &Scenario) -> Api<Node> {
-    Api::all(s.guest.clone())
-}
-
-/// The values of a Node's out-of-service taints.
-async fn taints(s: &Scenario, node: &str) -> Result<Vec<String>> {
-    let taints = nodes(s).get(node).await?.spec.and_then(|spec| spec.taints).unwrap_or_default();
-    let ours = taints.into_iter().filter(|taint| taint.key == TAINT_OUT_OF_SERVICE);
-    Ok(ours.map(|taint| taint.value.unwrap_or_default()).collect())
-}
-
-/// Waits until a Node has exactly these out-of-service taints.
-async fn has_taints(s: &Scenario, node: &str, expected: &[&str]) -> Result<()> {
-    eventually(&format!("Node {node} has the out-of-service taints {expected:?}"), PATIENCE, || async {
-        let found = taints(s, node).await?;
-        Ok(if found == expected { Ok(()) } else { Err(format!("{found:?}")) })
-    })
-    .await
-}
-
-/// Sets the Ready condition of a Node without kubelet.
-async fn set_ready(s: &Scenario, node: &str, status: &str) -> Result<()> {
-    let ready = json!({"type": "Ready", "status": status, "reason": "Test", "message": "set by a test"});
-    let patch = Patch::Strategic(json!({"status": {"conditions": [ready]}}));
-    nodes(s).patch_status(node, &PatchParams::default(), &patch).await?;
-    Ok(())
-}
 
 /// Waits until the management cluster records that a VM is proven off, or that it is not.
 async fn is_proven_off(s: &Scenario, vm: &str, expected: bool) -> Result<()> {
@@ -84,18 +55,18 @@ async fn a_node_is_tainted_only_when_its_vm_is_proven_off_and_not_if_it_is_pause
         saved.virsh(&s, "managedsave").await?;
         has_power_state(&s, second, "Suspended").await?;
         for node in [first, second] {
-            set_ready(&s, node, "False").await?;
+            set_ready(&s.guest, node, "False").await?;
             s.wait_for_reason_of("Node", node, "NodeNotProvenOff", &["has not proven"]).await?;
             is_proven_off(&s, node, false).await?;
-            ensure!(taints(&s, node).await?.is_empty(), "{node} is tainted without a proof");
+            ensure!(taints(&s.guest, node).await?.is_empty(), "{node} is tainted without a proof");
         }
 
         // Without its saved memory, the VM is off.
         virsh(s.lab.run(), ["managedsave-remove", second]).await?;
-        has_taints(&s, second, &[TAINT_PROVEN_OFF]).await?;
+        has_taints(&s.guest, second, &[TAINT_PROVEN_OFF]).await?;
         s.wait_for_reason_of("Node", second, "OutOfServiceTaintAdded", &["has proven", second]).await?;
         paused.signal(&s, Signal::KILL)?;
-        has_taints(&s, first, &[TAINT_PROVEN_OFF]).await?;
+        has_taints(&s.guest, first, &[TAINT_PROVEN_OFF]).await?;
         for vm in [first, second] {
             let annotations = s.vms().get(vm).await?.annotations().clone();
             ensure!(!annotations.contains_key(ANNOTATION_OUT_OF_SERVICE), "fencing is requested for {vm}");
@@ -103,10 +74,10 @@ async fn a_node_is_tainted_only_when_its_vm_is_proven_off_and_not_if_it_is_pause
 
         // A VM that runs loses the taint before its Node is ready: pods that make it ready may not tolerate it.
         paused.virsh(&s, "start").await?;
-        has_taints(&s, first, &[]).await?;
+        has_taints(&s.guest, first, &[]).await?;
         s.wait_for_reason_of("Node", first, "OutOfServiceTaintRemoved", &["runs again"]).await?;
         is_proven_off(&s, first, false).await?;
-        ensure!(taints(&s, second).await? == [TAINT_PROVEN_OFF], "the VM that is off lost its taint");
+        ensure!(taints(&s.guest, second).await? == [TAINT_PROVEN_OFF], "the VM that is off lost its taint");
         Ok(())
     })
     .await
@@ -122,16 +93,16 @@ async fn with_the_policy_never_no_node_is_tainted() -> Result<()> {
         let never = Controller::start(&s, &["--out-of-service-taint=never"]).await?;
         domain.signal(&s, Signal::KILL)?;
         is_proven_off(&s, node, true).await?;
-        set_ready(&s, node, "False").await?;
+        set_ready(&s.guest, node, "False").await?;
         has_decided_again(&s, || metrics(&never), node).await?;
-        ensure!(taints(&s, node).await?.is_empty(), "tainted although the policy is never");
+        ensure!(taints(&s.guest, node).await?.is_empty(), "tainted although the policy is never");
         never.stop().await?;
 
         // The same Node with the default policy. This controller has not seen the proof renewed before.
         let proven = Controller::start(&s, &[]).await?;
-        has_taints(&s, node, &[TAINT_PROVEN_OFF]).await?;
+        has_taints(&s.guest, node, &[TAINT_PROVEN_OFF]).await?;
         domain.virsh(&s, "start").await?;
-        has_taints(&s, node, &[]).await?;
+        has_taints(&s.guest, node, &[]).await?;
         proven.stop().await
     };
     run_alone(|s| on_bare_domains(s, never_then_proven)).await
@@ -149,19 +120,25 @@ async fn the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_retur
         for (domain, node) in domains.iter().zip(names) {
             domain.signal(&s, Signal::KILL)?;
             is_proven_off(&s, node, true).await?;
-            set_ready(&s, node, "False").await?;
+            set_ready(&s.guest, node, "False").await?;
         }
-        has_taints(&s, of_gc_csi, &[TAINT_PROVEN_OFF]).await?;
+        has_taints(&s.guest, of_gc_csi, &[TAINT_PROVEN_OFF]).await?;
         has_decided_again(&s, || s.lab.metrics(GC_CSI), of_a_person).await?;
-        ensure!(taints(&s, of_a_person).await? == ["nodeshutdown"], "the taint of a person was changed");
+        ensure!(
+            taints(&s.guest, of_a_person).await? == ["nodeshutdown"],
+            "the taint of a person was changed"
+        );
 
         for (domain, node) in domains.iter().zip(names) {
             domain.virsh(&s, "start").await?;
             is_proven_off(&s, node, false).await?;
-            set_ready(&s, node, "True").await?;
+            set_ready(&s.guest, node, "True").await?;
         }
-        has_taints(&s, of_gc_csi, &[]).await?;
-        ensure!(taints(&s, of_a_person).await? == ["nodeshutdown"], "the taint of a person was removed");
+        has_taints(&s.guest, of_gc_csi, &[]).await?;
+        ensure!(
+            taints(&s.guest, of_a_person).await? == ["nodeshutdown"],
+            "the taint of a person was removed"
+        );
         s.set_out_of_service_taint(of_a_person, false).await
     })
     .await
@@ -209,7 +186,7 @@ async fn a_pod_of_a_killed_vm_runs_elsewhere_without_a_person() -> Result<()> {
         vm.crash().await?;
         let node = pods.ready_on("web", Some(&pod.lost)).await?;
         ensure!(node == pod.other, "the pod is on {node}");
-        ensure!(taints(s, &pod.lost).await? == [TAINT_PROVEN_OFF], "the taint is not gc-csi's");
+        ensure!(taints(&s.guest, &pod.lost).await? == [TAINT_PROVEN_OFF], "the taint is not gc-csi's");
         s.wait_for_reason_of("Node", &pod.lost, "OutOfServiceTaintAdded", &[&pod.lost]).await?;
         let annotations = s.vms().get(&pod.lost).await?.annotations().clone();
         ensure!(
@@ -218,7 +195,7 @@ async fn a_pod_of_a_killed_vm_runs_elsewhere_without_a_person() -> Result<()> {
         );
 
         vm.power_on().await?;
-        has_taints(s, &pod.lost, &[]).await?;
+        has_taints(&s.guest, &pod.lost, &[]).await?;
         vm.wait_for_node(&s.guest).await?;
         s.wait_for_reason_of("Node", &pod.lost, "OutOfServiceTaintRemoved", &[&pod.lost]).await?;
         // It is schedulable: pods run on it.

@@ -14,8 +14,8 @@ use crate::verbs::BLACKBOX_TESTS;
 const LONG_SOAK_MINUTES: u64 = 20;
 
 /// Unit tests. They are built with the features of the whole workspace, like the black-box tests, so that nothing is built
-/// twice.
-const UNIT_TESTS: [&str; 2] = ["test", "--workspace"];
+/// twice. All programs run, also after one has failed.
+const UNIT_TESTS: [&str; 3] = ["test", "--workspace", "--no-fail-fast"];
 
 /// Tests of one program at the same time in the step `unit`: those of storage-infra mostly wait.
 const UNIT_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "6");

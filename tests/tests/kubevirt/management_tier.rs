@@ -39,7 +39,7 @@ async fn is_held_by_a_host(s: &Scenario, id: &VolumeId) -> Result<()> {
     let [attachment] = &found[..] else { anyhow::bail!("{found:?}") };
     let node = s.infra.get_node(attachment.node).await?.context("the node is not registered")?;
     ensure!(node.labels.get("nestor.dev/node-kind").is_some_and(|kind| kind == "host"), "{node:?}");
-    let refused = s.infra.delete_volume(id).await.unwrap_err();
+    let refused = s.infra.delete_volume(id).await.err().context("the volume was deleted")?;
     ensure!(refused.code() == Some(ProblemCode::InUse), "{refused}");
     Ok(())
 }

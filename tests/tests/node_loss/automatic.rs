@@ -8,7 +8,6 @@ use crds::names::{ANNOTATION_OUT_OF_SERVICE, ANNOTATION_PROVEN_OFF, TAINT_PROVEN
 use kube::ResourceExt;
 use lab::vm::virsh;
 use rustix::process::Signal;
-use serde_json::json;
 use tests::hypervisor::BareDomain;
 use tests::nodes::{has_taints, set_ready, taints};
 use tests::program::Controller;

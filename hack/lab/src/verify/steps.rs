@@ -197,7 +197,11 @@ fn on_rbd(own: Vec<String>) -> [Step; 2] {
 
 fn without_lab() -> Vec<Step> {
     let cargo = |args: &[&'static str]| Work::Cargo { args: args.to_vec(), env: Vec::new() };
-    let clippy = ["clippy", "--workspace", "--all-targets", "--features", CEPH_TESTS, "--", "-D", "warnings"];
+    // `--all-targets` leaves out the black-box tests, because `cargo test` does not run them.
+    let clippy = |targets: &[&'static str]| {
+        let options = ["--features", CEPH_TESTS, "--", "-D", "warnings"];
+        cargo(&[&["clippy", "--workspace"], targets, &options].concat())
+    };
     let ceph = ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "rbd"].to_vec();
     let model = Work::Cargo {
         args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(),
@@ -210,7 +214,8 @@ fn without_lab() -> Vec<Step> {
         step("deny", Set::All, "licences, sources and advisories of dependencies (cargo-deny)", Work::Deny),
         step("spelling", Set::All, "spelling (typos)", Work::Spelling),
         step("book", Set::All, "the documentation as a book (mdBook)", Work::Book),
-        step("clippy", Set::Quick, "lints", cargo(&clippy)),
+        step("clippy", Set::Quick, "lints", clippy(&["--all-targets"])),
+        step("clippy-blackbox", Set::Quick, "lints of the black-box tests", clippy(&["--test", "blackbox"])),
         step("doc", Set::All, "documentation of the code", cargo(&["doc", "--workspace", "--no-deps"])),
         step(
             "unit",

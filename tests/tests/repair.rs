@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use crds::names;
 use infra_api::{Access, AttachmentId, AttachmentSpec, VolumeId, VolumeSpec};
 use kube::ResourceExt;
@@ -99,7 +99,7 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
         let attachment = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&attachment).await?;
         s.add_entry(&other.name, entry(&handle)).await?;
-        // The other VM waits for the disk, and gets it first when it is detached.
+        // The other VM waits for the disk.
         eventually(&format!("{handle} refused to {}", other.name), PATIENCE, || async {
             let attachment =
                 s.attachment(&other.name, &handle).await?.and_then(|attachment| attachment.status);
@@ -112,18 +112,42 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
             s.wait_for_event("data", &["had no entry", &handle, "the entry was restored"]).await?.0,
             "LostEntryRestored"
         );
-        // The disk was detached for a moment, so the other VM has it; a second writer is refused.
-        is_attached(&s, &other.name, &handle, &disk).await?;
-        let volume = s.infra_volume(&handle).await?.id;
-        let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
-        assert!(plugged.len() == 1 && plugged[0].node.to_string() == other.uuid.to_string(), "{plugged:?}");
-        s.wait_for_event("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
+        // The disk was detached for a moment, so either VM may have it; a second writer is refused.
+        let holder =
+            eventually(&format!("{handle} is attached to one VM and refused to the other"), PATIENCE, || {
+                holder(&s, &handle, [&node, &other])
+            })
+            .await?;
+        is_attached(&s, &holder, &handle, &disk).await?;
+        if holder == other.name {
+            s.wait_for_event("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
+        }
         // After an operator has removed the other entry, the disk is attached again.
         s.remove_entries(&other.name, |entry| entry["name"] == json!(handle)).await?;
         is_attached(&s, &node.name, &handle, &disk).await?;
         s.k8s_detach(&attachment).await
     })
     .await
+}
+
+/// The one of two VMs with an entry for a volume that has its disk, when the other is refused.
+async fn holder(s: &Scenario, handle: &str, vms: [&lab::LoopNode; 2]) -> Result<Result<String, String>> {
+    let volume = s.infra_volume(handle).await?.id;
+    let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
+    let [one] = &plugged[..] else { return Ok(Err(format!("{plugged:?}"))) };
+    let has_it = |vm: &&lab::LoopNode| one.node.to_string() == vm.uuid.to_string();
+    let (holder, waiting): (Vec<_>, Vec<_>) = vms.into_iter().partition(has_it);
+    let ([holder], [waiting]) = (&holder[..], &waiting[..]) else { bail!("{one:?} is of neither VM") };
+    let status = async |vm: &lab::LoopNode| -> Result<_> {
+        Ok(s.attachment(&vm.name, handle).await?.and_then(|one| one.status).unwrap_or_default())
+    };
+    let (attached, refused) = (status(holder).await?, status(waiting).await?);
+    let is_refused = refused.error.as_ref().is_some_and(|error| error.reason == "VolumeInUse");
+    Ok(if attached.attached && is_refused {
+        Ok(holder.name.clone())
+    } else {
+        Err(format!("{attached:?}, {refused:?}"))
+    })
 }
 
 // ---- attachments of the storage infra ----

@@ -145,6 +145,17 @@ mod tests {
     }
 
     #[test]
+    fn no_policy_refuses_everything_while_its_parameters_are_missing() {
+        let guest = guest(&[]);
+        for text in [guest.admission_policies(), guest.kubevirt_policies()] {
+            let text = without_comments(&text);
+            let permits = text.matches("parameterNotFoundAction: Allow\n").count();
+            assert_eq!(permits, text.matches("paramKind:\n").count());
+            assert_eq!(permits, text.matches("parameterNotFoundAction").count());
+        }
+    }
+
+    #[test]
     fn classes_are_a_list_in_cel() {
         let names = ["gold".to_owned(), "silver.example".to_owned()];
         assert_eq!(to_cel(&names), "['gold', 'silver.example']");

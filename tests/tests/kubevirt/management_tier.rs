@@ -254,10 +254,21 @@ async fn mgmt_csi_ends_when_a_vm_operator_is_installed_and_then_uses_it() -> Res
         let outcome = with_vm_operator(&s).await;
         delete_all(&s.management, &definition, "").await?;
         s.kill_component(MGMT_CSI).await?;
+        no_vm_operator_is_served(&s).await?;
         outcome?;
         s.start_component(MGMT_CSI).await?;
         ensure!(s.infra.get_volume(&volume).await?.is_some(), "{volume} is gone");
         Ok(())
+    })
+    .await
+}
+
+/// Waits until the API server has forgotten the API group: mgmt-csi, which starts then, would wait for it.
+async fn no_vm_operator_is_served(s: &Scenario) -> Result<()> {
+    eventually("vmoperator.vmware.com is not served", PATIENCE, || async {
+        let groups = s.management.list_api_groups().await?.groups;
+        let is_served = groups.iter().any(|group| group.name == "vmoperator.vmware.com");
+        Ok(if is_served { Err("it is".to_owned()) } else { Ok(()) })
     })
     .await
 }

@@ -78,8 +78,10 @@ impl Scenario {
         Ok(command("nsenter", ["--mount", "--target", &pid, program]))
     }
 
+    /// Whether the lab has a libvirt, and the pool is mounted for it.
     async fn libvirt_sees(&self, pool: &OwnPool) -> Result<bool> {
-        Ok(run(self.in_libvirts_mounts("mountpoint")?.arg("-q").arg(pool.mount())).await.is_ok())
+        Ok(self.lab.pid("libvirtd").is_some()
+            && run(self.in_libvirts_mounts("mountpoint")?.arg("-q").arg(pool.mount())).await.is_ok())
     }
 
     /// Mounts the scenario's pool in libvirt's mount namespace. If the host's mounts are not shared, libvirt has only

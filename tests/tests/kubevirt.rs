@@ -1,5 +1,6 @@
 //! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
+mod crash;
 mod guest_add;
 mod holders;
 mod lost_nodes;

@@ -13,6 +13,9 @@ use crate::{PATIENCE, Scenario, eventually};
 /// Poll interval for a dead process.
 const PACE: Duration = Duration::from_millis(20);
 
+/// Parts of the names of writes by background loops, which belong to no operation.
+pub const BACKGROUND: [&str; 2] = ["csistoragecapacities", "leases"];
+
 /// One passing of a fail point at which a component dies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CrashPoint {

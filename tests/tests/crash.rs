@@ -14,7 +14,7 @@ use csi::Status;
 use csi::proto::CreateVolumeRequest;
 use lab::LoopNode;
 use tests::bytes::device;
-use tests::crash::{CrashInjector, CrashPoint, call_until_final};
+use tests::crash::{BACKGROUND, CrashInjector, CrashPoint, call_until_final};
 use tests::driver::{cloned_volume, new_volume, restored_volume};
 use tests::inventory::Inventory;
 use tests::records::{Log, Records, Writer};
@@ -22,8 +22,6 @@ use tests::{MIB, PATIENCE, Scenario, eventually, run_alone, unique};
 
 /// The components that die.
 const COMPONENTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
-/// Writes by background loops, which belong to no operation.
-const LATER: [&str; 2] = ["csistoragecapacities", "leases"];
 /// Writes that happen once per volume, of which there is only one here. storage-infra's own crash tests cover them, each
 /// time with a new volume.
 const ONCE: [&str; 1] = ["catalog.records.is_written"];
@@ -51,7 +49,7 @@ async fn matrix(s: &Scenario, crashes: &mut CrashInjector<'_>) -> Result<()> {
         state.prepare(operation, crashes).await?;
         let ((), crash_points) = crashes.trace(state.run(operation)).await?;
         let is_its_own = |crash_point: &CrashPoint| {
-            !LATER.iter().chain(&ONCE).any(|other| crash_point.point.contains(other))
+            !BACKGROUND.iter().chain(&ONCE).any(|other| crash_point.point.contains(other))
         };
         table.push((operation, crash_points.into_iter().filter(is_its_own).collect::<Vec<_>>()));
     }

@@ -3,14 +3,12 @@
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tests::crash::{CrashInjector, CrashPoint, call_until_final};
+use tests::crash::{BACKGROUND, CrashInjector, CrashPoint, call_until_final};
 use tests::{Scenario, run_alone};
 
 use super::{Clusters, Disk};
 
 const COMPONENTS: &[&str] = &["g1-gc-csi"];
-/// Writes by background loops.
-const LATER: [&str; 2] = ["csistoragecapacities", "leases"];
 
 /// A disk and the VM that it is attached to.
 struct Subject<'a> {
@@ -68,7 +66,7 @@ async fn an_attach_and_a_detach_complete_wherever_gc_csi_dies() -> Result<()> {
 async fn matrix(subject: &Subject<'_>, crashes: &mut CrashInjector<'_>) -> Result<()> {
     let ((), attach) = crashes.trace(subject.attach()).await?;
     let ((), detach) = crashes.trace(subject.detach()).await?;
-    let is_own = |point: &&CrashPoint| !LATER.iter().any(|other| point.point.contains(other));
+    let is_own = |point: &&CrashPoint| !BACKGROUND.iter().any(|other| point.point.contains(other));
     let (attach, detach): (Vec<_>, Vec<_>) =
         (attach.iter().filter(is_own).collect(), detach.iter().filter(is_own).collect());
     // The record on the claim and the template of the VM, each before and after.

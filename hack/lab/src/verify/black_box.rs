@@ -90,7 +90,7 @@ pub(super) const LONG_TESTS: [&str; 30] = [
 ];
 
 /// Arguments that select the tests of a module. A test is selected if its name contains the module's, so modules whose
-/// names end with it (`infra_ha` for `ha`) are excluded.
+/// names end with it (`infra_ha` for `ha`, `kubevirt::crash` for `crash`) are excluded.
 pub(super) fn tests_of(module: &str, modules: &[String]) -> Vec<String> {
     let tests = |module: &str| format!("{module}::");
     let others = modules.iter().filter(|other| *other != module && other.ends_with(module));
@@ -114,6 +114,9 @@ mod tests {
         let modules = ["ha", "infra_ha", "haste"].map(str::to_owned);
         assert_eq!(tests_of("ha", &modules), ["ha::", "--skip", "infra_ha::"]);
         assert_eq!(tests_of("infra_ha", &modules), ["infra_ha::"]);
+        let modules = ["crash", "kubevirt", "kubevirt::crash"].map(str::to_owned);
+        assert_eq!(tests_of("crash", &modules), ["crash::", "--skip", "kubevirt::crash::"]);
+        assert_eq!(tests_of("kubevirt", &modules), ["kubevirt::"]);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::black_box::{
     CLUSTER_API, DEPLOYED, HOSTS, INFRA_HA, KUBERNETES, KUBEVIRT, LONG, ON_BOTH_ENGINES, ON_KUBEVIRT, RBD,
     tests_of, without_long_tests,
 };
+use super::capabilities::is_outermost;
 use crate::cache::Kubernetes;
 use crate::sanity::Tier;
 use crate::verbs::BLACKBOX_TESTS;
@@ -154,7 +155,8 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
     let of = |module: &str| tests_of(module, capabilities);
     let of_own_lab = [KUBERNETES, CLUSTER_API, KUBEVIRT, RBD, INFRA_HA, HOSTS];
     let own_lab = |module: &str| DEPLOYED.contains(&module) || of_own_lab.contains(&module);
-    steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
+    let in_usual_lab = capabilities.iter().filter(|module| is_outermost(module) && !own_lab(module));
+    steps.extend(in_usual_lab.map(|module| {
         let set = if LONG.contains(&module.as_str()) { Set::All } else { Set::Normal };
         step(module, set, &description(module), blackbox(of(module), None))
     }));

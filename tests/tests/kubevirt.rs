@@ -1,6 +1,7 @@
 //! A guest whose nodes are VirtualMachines of KubeVirt. Needs `cargo lab up --vm-manager kubevirt`.
 
 mod crash;
+mod cut_off;
 mod guest_add;
 mod holders;
 mod lost_nodes;

@@ -20,7 +20,7 @@ use super::{Clusters, Disk, GUEST};
 /// A VM of the guest that is not a node. It has no boot loader.
 pub(super) struct Spare {
     pub(super) name: String,
-    uuid: String,
+    pub(super) uuid: String,
 }
 
 impl Spare {
@@ -109,7 +109,7 @@ fn one_patch_each() -> BTreeMap<String, usize> {
 }
 
 /// The test's VM has the disk, and another does not get it.
-async fn is_refused(driver: &Driver, disk: &Disk, holder: &str, other: &str) -> Result<()> {
+pub(super) async fn is_refused(driver: &Driver, disk: &Disk, holder: &str, other: &str) -> Result<()> {
     let refused = driver.publish(&disk.name, other).await.err();
     let refused = refused.with_context(|| format!("{other} got the disk of {holder}"))?;
     ensure!(refused.code() == Code::FailedPrecondition, "{refused}");

@@ -18,14 +18,14 @@ use super::holders::Spare;
 const GC_CSI: &str = "g1-gc-csi";
 
 /// Lets KubeVirt run a VM, or stop it for good.
-async fn set_run_strategy(clusters: &Clusters, vm: &str, strategy: &str) -> Result<()> {
+pub(super) async fn set_run_strategy(clusters: &Clusters, vm: &str, strategy: &str) -> Result<()> {
     let patch = Patch::Merge(json!({"spec": {"runStrategy": strategy}}));
     clusters.kubevirt("VirtualMachine").patch(vm, &PatchParams::default(), &patch).await?;
     Ok(())
 }
 
 /// Waits until a VM has no instance.
-async fn has_no_instance(clusters: &Clusters, vm: &str) -> Result<()> {
+pub(super) async fn has_no_instance(clusters: &Clusters, vm: &str) -> Result<()> {
     let instances = clusters.kubevirt("VirtualMachineInstance");
     eventually(&format!("the instance of {vm} is gone"), PATIENCE, || async {
         let left = instances.get_opt(vm).await?;
@@ -37,7 +37,7 @@ async fn has_no_instance(clusters: &Clusters, vm: &str) -> Result<()> {
 // ---- a VM whose Node has no kubelet ----
 
 /// A Node of a VM, which no kubelet keeps ready.
-async fn add_node(clusters: &Clusters, name: &str) -> Result<()> {
+pub(super) async fn add_node(clusters: &Clusters, name: &str) -> Result<()> {
     let node = json!({"metadata": {"name": name}, "spec": {"unschedulable": true}});
     nodes(&clusters.guest).create(&PostParams::default(), &serde_json::from_value(node)?).await?;
     set_ready(&clusters.guest, name, "False").await
@@ -68,7 +68,7 @@ async fn decisions(clusters: &Clusters) -> Result<u64> {
 }
 
 /// Waits until gc-csi has decided again, twice: the first decision may have read older objects.
-async fn has_decided_again(clusters: &Clusters) -> Result<()> {
+pub(super) async fn has_decided_again(clusters: &Clusters) -> Result<()> {
     let before = decisions(clusters).await?;
     eventually("gc-csi decides about the Node", PATIENCE, || async {
         let count = decisions(clusters).await?;

@@ -1,4 +1,4 @@
-//! Nodes of a guest: their readiness and their out-of-service taints.
+//! Nodes: their readiness and their out-of-service taints.
 
 use anyhow::Result;
 use crds::names::TAINT_OUT_OF_SERVICE;
@@ -9,9 +9,9 @@ use serde_json::json;
 
 use crate::{PATIENCE, eventually};
 
-/// The Nodes of a guest.
-pub fn nodes(guest: &Client) -> Api<Node> {
-    Api::all(guest.clone())
+/// The Nodes of a cluster.
+pub fn nodes(cluster: &Client) -> Api<Node> {
+    Api::all(cluster.clone())
 }
 
 /// The values of a Node's out-of-service taints.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use crds::names::TAINT_PROVEN_OFF;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
@@ -29,14 +29,14 @@ const SCHEDULABLE: &str = "kubevirt.io/schedulable";
 /// How long a detach that cannot complete is waited for.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The node stops answering, and virt-controller notices: the heartbeat is made older than it waits for.
 async fn cut_off(clusters: &Clusters) -> Result<()> {
     for agent in AGENTS {
         clusters.lab.kill(agent).await?;
     }
     let past = (Timestamp::now() - SignedDuration::from_mins(10)).to_string();
     let patch = Patch::Merge(json!({"metadata": {"annotations": {HEARTBEAT: past}}}));
-    let hosts: Api<Node> = Api::all(clusters.management.clone());
-    hosts.patch(HOST, &PatchParams::default(), &patch).await?;
+    nodes(&clusters.management).patch(HOST, &PatchParams::default(), &patch).await?;
     has_schedulable_label(clusters, "false").await
 }
 
@@ -46,18 +46,16 @@ async fn reconnect(clusters: &Clusters) -> Result<()> {
         clusters.lab.start(agent).await?;
     }
     has_schedulable_label(clusters, "true").await?;
-    let hosts: Api<Node> = Api::all(clusters.management.clone());
     eventually(&format!("{HOST} is ready"), PATIENCE, || async {
-        let host = hosts.get(HOST).await?;
+        let host = nodes(&clusters.management).get(HOST).await?;
         Ok(if is_ready(&host) { Ok(()) } else { Err(format!("{:?}", host.status)) })
     })
     .await
 }
 
 async fn has_schedulable_label(clusters: &Clusters, expected: &str) -> Result<()> {
-    let hosts: Api<Node> = Api::all(clusters.management.clone());
     eventually(&format!("{HOST} has the label {SCHEDULABLE}: {expected}"), PATIENCE, || async {
-        let found = hosts.get(HOST).await?.labels().get(SCHEDULABLE).cloned();
+        let found = nodes(&clusters.management).get(HOST).await?.labels().get(SCHEDULABLE).cloned();
         Ok(if found.as_deref() == Some(expected) { Ok(()) } else { Err(format!("{found:?}")) })
     })
     .await

@@ -17,8 +17,8 @@ use tonic::Code;
 mod work;
 
 use work::{
-    LONG_DEADLINE, PendingWork, has_disk_status, has_entry, has_writes_of_one_attach, is_retryable, mgmt_csi,
-    outage, print_time, result_of, retry_until_done, start_attach, start_writer, stop_writer,
+    LONG_DEADLINE, PendingWork, during, has_disk_status, has_entry, has_writes_of_one_attach, is_retryable,
+    mgmt_csi, outage, print_time, result_of, retry_until_done, start_attach, start_writer, stop_writer,
 };
 
 /// Short enough that the call times out before the connection is known to be broken.
@@ -103,10 +103,14 @@ async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return()
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         has_writes_of_one_attach(&s, mark, &node).await?;
 
+        // Requests have another connection than watches, and it may be found to be dead later.
+        let request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
+        retry_until_done("CreateVolume", reopened, || controller.driver.create(request.clone())).await?;
         let paused = s.pause_component("vm-operator-shim")?;
         let (driver, claim, vm) = (controller.driver.clone(), handle.clone(), node.name.clone());
-        let waiting = tokio::spawn(async move { driver.unpublish_within(&claim, &vm, LONG_DEADLINE).await });
-        has_entry(&s, &node, &handle, false).await?;
+        let mut waiting =
+            tokio::spawn(async move { driver.unpublish_within(&claim, &vm, LONG_DEADLINE).await });
+        during(&mut waiting, has_entry(&s, &node, &handle, false)).await?;
         proxy.stall();
         drop(paused);
         has_disk_status(&s, &node, &handle, false).await?;

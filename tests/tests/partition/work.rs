@@ -1,8 +1,9 @@
 //! Work during a network fault: operations of a controller behind a proxy, and checks of their results.
 
+use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use crds::names;
 use csi::proto::CreateVolumeRequest;
 use lab::LoopNode;
@@ -96,9 +97,20 @@ pub(super) async fn start_attach(
 ) -> Result<(PausedProcess, JoinHandle<Result<String, Status>>)> {
     let paused = s.pause_component("vm-operator-shim")?;
     let (driver, claim, vm) = (controller.driver.clone(), handle.to_owned(), node.name.clone());
-    let waiting = tokio::spawn(async move { driver.publish_within(&claim, &vm, LONG_DEADLINE).await });
-    has_entry(s, node, handle, true).await?;
+    let mut waiting = tokio::spawn(async move { driver.publish_within(&claim, &vm, LONG_DEADLINE).await });
+    during(&mut waiting, has_entry(s, node, handle, true)).await?;
     Ok((paused, waiting))
+}
+
+/// Waits for a condition that must be met while a call is in progress.
+pub(super) async fn during<T: Debug>(
+    call: &mut JoinHandle<T>,
+    condition: impl Future<Output = Result<()>>,
+) -> Result<()> {
+    tokio::select! {
+        ended = call => bail!("the call ended too early: {ended:?}"),
+        met = condition => met,
+    }
 }
 
 /// The result of a call that was in progress when its connection broke. If the response to its own write was lost, the

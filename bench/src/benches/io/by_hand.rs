@@ -85,9 +85,7 @@ impl<'a> ByHand<'a> {
                 Storage::Image(image),
             )
         } else {
-            let folder =
-                volume.file.parent().and_then(Path::parent).context("the volume's pool has no parent")?;
-            let file = folder.join(&name);
+            let file = volume.file.with_file_name(&name);
             let bytes = s.infra_volume(&volume.handle).await?.capacity_bytes;
             std::fs::File::create_new(&file)?.set_len(bytes)?;
             ("file", format!("<source file='{}'/>", file.display()), Storage::File(file))

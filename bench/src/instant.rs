@@ -1,6 +1,6 @@
 //! Instant back end: replaces csi-provisioner, mgmt-csi and the storage infra. It creates a bound PersistentVolume as soon
-//! as a management claim exists, and deletes it as soon as it is released. This measures the guest tier alone, to
-//! compare it with drivers that have no storage tier below them.
+//! as a management claim exists, removes mgmt-csi's finalizer as soon as the claim is deleted, and deletes the volume as soon
+//! as it is released. This measures the guest tier alone, to compare it with drivers that have no storage tier below them.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use crds::names;
 use futures::{StreamExt, TryStreamExt, pin_mut};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
-use kube::api::{Api, DeleteParams, PostParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
 use lab::Lab;
@@ -37,7 +37,7 @@ pub(crate) async fn in_place_of_the_infra<T>(lab: &Lab, work: impl Future<Output
     }
     let outcome = tokio::select! {
         outcome = work => outcome,
-        outcome = async { tokio::try_join!(make(&client), remove(&client)) } => {
+        outcome = async { tokio::try_join!(make(&client), let_go(&client), remove(&client)) } => {
             outcome.and_then(|_| Err(anyhow::anyhow!("it ended unexpectedly"))).context("the instant back end")
         }
     };
@@ -94,6 +94,33 @@ fn volume(claim: &PersistentVolumeClaim) -> Option<PersistentVolume> {
         },
     }))
     .ok()
+}
+
+/// Removes mgmt-csi's finalizer from deleted claims, of which none is attached here.
+async fn let_go(client: &Client) -> Result<()> {
+    let claims: Api<PersistentVolumeClaim> = Api::all(client.clone());
+    let changes = watcher(claims, watcher::Config::default()).default_backoff().applied_objects();
+    let held = changes.try_filter_map(async |claim| Ok(is_held(&claim).then_some(claim)));
+    held.map_err(anyhow::Error::from)
+        .try_for_each_concurrent(100, |claim| async move {
+            let own: Api<PersistentVolumeClaim> =
+                Api::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
+            let left: Vec<_> =
+                claim.finalizers().iter().filter(|name| *name != names::FINALIZER_ATTACHED).collect();
+            let metadata = json!({"finalizers": left, "resourceVersion": claim.resource_version()});
+            let patch = Patch::Merge(json!({"metadata": metadata}));
+            match own.patch_metadata(&claim.name_any(), &PatchParams::default(), &patch).await {
+                // Gone, or its next version is processed.
+                Err(kube::Error::Api(status)) if [404, 409].contains(&status.code) => Ok(()),
+                other => other.map(drop).context("cannot remove a finalizer"),
+            }
+        })
+        .await
+}
+
+fn is_held(claim: &PersistentVolumeClaim) -> bool {
+    claim.metadata.deletion_timestamp.is_some()
+        && claim.finalizers().iter().any(|name| name == names::FINALIZER_ATTACHED)
 }
 
 async fn remove(client: &Client) -> Result<()> {

@@ -24,6 +24,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::ownership::only_ownership;
 
+/// Finalizer by which kube-controller-manager keeps a claim while a pod uses it.
+const FINALIZER_IN_USE: &str = "kubernetes.io/pvc-protection";
+
 /// The informers, not started yet.
 pub struct Cluster {
     claims: Builder<PersistentVolumeClaim>,
@@ -173,6 +176,11 @@ pub(crate) fn has_finalizer(claim: &PersistentVolumeClaim) -> bool {
     claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_ATTACHED)
 }
 
+/// Whether kube-controller-manager still has its finalizer on a claim.
+pub(crate) fn is_protected(claim: &PersistentVolumeClaim) -> bool {
+    claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_IN_USE)
+}
+
 /// Whether a claim is being deleted.
 pub(crate) fn is_terminating(claim: &PersistentVolumeClaim) -> bool {
     claim.metadata.deletion_timestamp.is_some()
@@ -208,11 +216,14 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         all.retain(|key, _| read.contains(&key.as_str()));
         all
     });
-    let finalizers = has_finalizer(claim).then(|| vec![FINALIZER_ATTACHED.to_owned()]);
+    let finalizers = claim.metadata.finalizers.take().map(|mut all| {
+        all.retain(|one| [FINALIZER_ATTACHED, FINALIZER_IN_USE].contains(&one.as_str()));
+        all
+    });
     claim.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
         labels: only_ownership(claim.metadata.labels.take()),
-        finalizers,
+        finalizers: finalizers.filter(|kept| !kept.is_empty()),
         deletion_timestamp: claim.metadata.deletion_timestamp.take(),
         ..identity(&mut claim.metadata)
     };

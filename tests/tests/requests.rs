@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use kube::ResourceExt;
 use kube::api::DeleteParams;
 use lab::LoopNode;
@@ -145,6 +145,10 @@ async fn a_create_is_one_write_to_the_claim_and_a_delete_is_two() -> Result<()> 
         // mgmt-csi removes its finalizer.
         let delete = ["gc-csi delete persistentvolumeclaims", "mgmt-csi patch persistentvolumeclaims"];
         assert_eq!(of_claims(&entries), delete.map(|line| (line.to_owned(), 1)).into());
+        // kube-controller-manager, which removes its own before, would repeat a refused update only later.
+        let mut requests = s.lab.audit()?.since(mark)?;
+        requests.retain(|entry| entry.resource == "persistentvolumeclaims" && entry.code == 409);
+        ensure!(requests.is_empty(), "conflicts: {requests:?}");
         Ok(())
     })
     .await

@@ -89,7 +89,8 @@ impl ClaimController {
             }
             let relevant = |claim: &PersistentVolumeClaim| {
                 let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
-                let deletion = (cluster::is_terminating(claim), cluster::has_finalizer(claim));
+                let finalizers = (cluster::has_finalizer(claim), cluster::is_protected(claim));
+                let deletion = (cluster::is_terminating(claim), finalizers);
                 let written = (reported(claim), shown(claim));
                 (metadata, deletion, cluster::volume_name(claim).map(str::to_owned), written)
             };

@@ -140,12 +140,17 @@ impl Reconciler {
         })
     }
 
-    /// Removes the finalizer. Other changes of the claim do not matter: a disk can no longer be attached.
+    /// Removes the finalizer. Other changes of the claim do not matter: a disk can no longer be attached. Before that,
+    /// kube-controller-manager removes its own: it replaces the object, so that a patch meanwhile would be a conflict, after
+    /// which it waits 100 ms.
     async fn remove_finalizer(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
     ) -> Result<NextAction, RequestError> {
+        if self.bindings.claims.get(key).is_some_and(|shown| cluster::is_protected(&shown)) {
+            return Ok(NextAction::AwaitChange);
+        }
         let patch = json!({"metadata": {
             "uid": claim.metadata.uid,
             "$deleteFromPrimitiveList/finalizers": [FINALIZER_ATTACHED],

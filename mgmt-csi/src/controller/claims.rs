@@ -16,8 +16,8 @@ use super::read::read;
 use crate::cluster::annotation;
 use crate::infra::Message;
 
-/// How long to wait for a claim to appear in the cache before it is read from the API server.
-const CACHE_LAG: Duration = Duration::from_millis(200);
+/// How long to wait until a cache shows what csi-provisioner saw, before the API server is read.
+pub(super) const CACHE_LAG: Duration = Duration::from_millis(200);
 
 /// Reads and annotates claims.
 #[derive(Clone)]

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use crds::names::MANAGEMENT_DRIVER;
-use futures::future::try_join_all;
+use futures::future::{select_all, try_join_all};
 use infra_api::VolumeId;
 use kube::api::ListParams;
 use kube::{Api, Client};
+use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolume;
 use tokio::time::Instant;
 use tonic::Status;
 
+use super::claims::CACHE_LAG;
 use super::read::read;
 use crate::cluster::{self, Volumes};
 use crate::ownership::shares;
@@ -26,6 +28,24 @@ pub(super) struct DeletionGuard {
 }
 
 impl DeletionGuard {
+    /// Waits until the cache shows a released PersistentVolume of the volume, if it shows one at all: the cache of
+    /// csi-provisioner can be ahead of it. Otherwise, all PersistentVolumes would be listed.
+    pub(super) async fn catch_up(&self, id: &VolumeId, deadline: Instant) {
+        let (handle, soon) = (id.as_str(), deadline.min(Instant::now() + CACHE_LAG));
+        let released = self.cache.of_volume(id).into_iter().map(|volume| {
+            let may_delete = |now: Option<&Arc<PersistentVolume>>| {
+                now.is_none_or(|now| reason_to_keep(handle, now).is_none()).then_some(())
+            };
+            Box::pin(
+                async move { self.cache.informer().wait_for(&Key::of(&*volume), soon, may_delete).await },
+            )
+        });
+        let released: Vec<_> = released.collect();
+        if !released.is_empty() {
+            select_all(released).await;
+        }
+    }
+
     /// Refuses the deletion of a volume if one of its PersistentVolumes keeps it.
     ///
     /// csi-provisioner calls for the PersistentVolume that it observed as released; others may have the same handle. A watch

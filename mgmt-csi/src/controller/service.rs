@@ -56,7 +56,13 @@ impl proto::controller_server::Controller for Controller {
         // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
-            self.traces.continue_volume_deletion(&self.deletion_guard.cache.of_volume(&id));
+            self.deletion_guard.catch_up(&id, deadline).await;
+            let volumes = self.deletion_guard.cache.of_volume(&id);
+            self.traces.continue_volume_deletion(&volumes);
+            if volumes.is_empty() && self.infra.get_volume(&id, deadline).await?.is_none() {
+                tracing::debug!(volume = %id, "already deleted");
+                return Ok(Response::new(proto::DeleteVolumeResponse {}));
+            }
             self.deletion_guard.refuse_if_kept(&id, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");

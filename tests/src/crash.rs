@@ -14,7 +14,7 @@ use crate::{PATIENCE, Scenario, eventually};
 const PACE: Duration = Duration::from_millis(20);
 
 /// Parts of the names of writes by background loops, which belong to no operation.
-pub const BACKGROUND: [&str; 2] = ["csistoragecapacities", "leases"];
+pub const BACKGROUND: [&str; 3] = ["csistoragecapacities", "leases", "storagepools"];
 
 /// One passing of a fail point at which a component dies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

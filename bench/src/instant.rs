@@ -1,6 +1,6 @@
 //! Instant back end: replaces csi-provisioner, mgmt-csi and the storage infra. It creates a bound PersistentVolume as soon
-//! as a management claim exists, removes mgmt-csi's finalizer as soon as the claim is deleted, and deletes the volume as soon
-//! as it is released. This measures the guest tier alone, to compare it with drivers that have no storage tier below them.
+//! as a management claim exists, removes mgmt-csi's finalizer from a deleted claim once it is the last one, and deletes the
+//! volume as soon as it is released. This measures the guest tier alone, to compare it with drivers that have no storage tier below them.
 
 use std::collections::BTreeMap;
 
@@ -96,7 +96,7 @@ fn volume(claim: &PersistentVolumeClaim) -> Option<PersistentVolume> {
     .ok()
 }
 
-/// Removes mgmt-csi's finalizer from deleted claims, of which none is attached here.
+/// Removes mgmt-csi's finalizer from deleted claims that have no other, like mgmt-csi. None is attached here.
 async fn let_go(client: &Client) -> Result<()> {
     let claims: Api<PersistentVolumeClaim> = Api::all(client.clone());
     let changes = watcher(claims, watcher::Config::default()).default_backoff().applied_objects();
@@ -105,12 +105,9 @@ async fn let_go(client: &Client) -> Result<()> {
         .try_for_each_concurrent(100, |claim| async move {
             let own: Api<PersistentVolumeClaim> =
                 Api::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
-            let left: Vec<_> =
-                claim.finalizers().iter().filter(|name| *name != names::FINALIZER_ATTACHED).collect();
-            let metadata = json!({"finalizers": left, "resourceVersion": claim.resource_version()});
-            let patch = Patch::Merge(json!({"metadata": metadata}));
+            let patch = Patch::Merge(json!({"metadata": {"uid": claim.uid(), "finalizers": null}}));
             match own.patch_metadata(&claim.name_any(), &PatchParams::default(), &patch).await {
-                // Gone, or its next version is processed.
+                // Gone, or replaced.
                 Err(kube::Error::Api(status)) if [404, 409].contains(&status.code) => Ok(()),
                 other => other.map(drop).context("cannot remove a finalizer"),
             }
@@ -119,8 +116,7 @@ async fn let_go(client: &Client) -> Result<()> {
 }
 
 fn is_held(claim: &PersistentVolumeClaim) -> bool {
-    claim.metadata.deletion_timestamp.is_some()
-        && claim.finalizers().iter().any(|name| name == names::FINALIZER_ATTACHED)
+    claim.metadata.deletion_timestamp.is_some() && claim.finalizers() == [names::FINALIZER_ATTACHED]
 }
 
 async fn remove(client: &Client) -> Result<()> {

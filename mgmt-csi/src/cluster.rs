@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use crate::ownership::only_ownership;
 
 /// Finalizer by which kube-controller-manager keeps a claim while a pod uses it.
-const FINALIZER_IN_USE: &str = "kubernetes.io/pvc-protection";
+pub(crate) const FINALIZER_PVC_PROTECTION: &str = "kubernetes.io/pvc-protection";
 
 /// The informers, not started yet.
 pub struct Cluster {
@@ -173,12 +173,16 @@ pub(crate) fn storage_class(claim: &PersistentVolumeClaim) -> Option<&str> {
 
 /// Whether a claim has the finalizer of this driver.
 pub(crate) fn has_finalizer(claim: &PersistentVolumeClaim) -> bool {
-    claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_ATTACHED)
+    has(claim, FINALIZER_ATTACHED)
 }
 
-/// Whether kube-controller-manager still has its finalizer on a claim.
-pub(crate) fn is_protected(claim: &PersistentVolumeClaim) -> bool {
-    claim.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_IN_USE)
+/// Whether a claim has the finalizer of kube-controller-manager.
+pub(crate) fn has_pvc_protection(claim: &PersistentVolumeClaim) -> bool {
+    has(claim, FINALIZER_PVC_PROTECTION)
+}
+
+fn has(claim: &PersistentVolumeClaim, finalizer: &str) -> bool {
+    claim.metadata.finalizers.iter().flatten().any(|one| one == finalizer)
 }
 
 /// Whether a claim is being deleted.
@@ -217,7 +221,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         all
     });
     let finalizers = claim.metadata.finalizers.take().map(|mut all| {
-        all.retain(|one| [FINALIZER_ATTACHED, FINALIZER_IN_USE].contains(&one.as_str()));
+        all.retain(|one| [FINALIZER_ATTACHED, FINALIZER_PVC_PROTECTION].contains(&one.as_str()));
         all
     });
     claim.metadata = ObjectMeta {

@@ -89,7 +89,7 @@ impl ClaimController {
             }
             let relevant = |claim: &PersistentVolumeClaim| {
                 let metadata = (claim.metadata.uid.clone(), claim.metadata.labels.clone());
-                let finalizers = (cluster::has_finalizer(claim), cluster::is_protected(claim));
+                let finalizers = (cluster::has_finalizer(claim), cluster::has_pvc_protection(claim));
                 let deletion = (cluster::is_terminating(claim), finalizers);
                 let written = (reported(claim), shown(claim));
                 (metadata, deletion, cluster::volume_name(claim).map(str::to_owned), written)

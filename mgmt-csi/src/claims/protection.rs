@@ -64,6 +64,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::cluster::FINALIZER_PVC_PROTECTION;
 
     const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 
@@ -94,11 +95,11 @@ mod tests {
         json!({"driver": "other.example.com", "volumeHandle": "v"})
     }
 
-    const PROTECTED: &[&str] = &["kubernetes.io/pvc-protection", FINALIZER_ATTACHED];
+    const PROTECTED: &[&str] = &[FINALIZER_PVC_PROTECTION, FINALIZER_ATTACHED];
 
     #[test]
     fn only_a_bound_claim_of_this_driver_gets_the_finalizer_and_only_once() {
-        let other = &["kubernetes.io/pvc-protection"];
+        let other = &[FINALIZER_PVC_PROTECTION];
         let of = |finalizers: &[&str], volume: Option<&PersistentVolume>| {
             protection(&claim(false, finalizers, Some("pv1")), volume)
         };
@@ -113,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_terminating_claim_without_the_finalizer_is_left_alone() {
-        let claim = claim(true, &["kubernetes.io/pvc-protection"], Some("pv1"));
+        let claim = claim(true, &[FINALIZER_PVC_PROTECTION], Some("pv1"));
         assert_eq!(protection(&claim, Some(&volume(own("v"), "u1"))), Protection::Keep);
     }
 

@@ -140,15 +140,15 @@ impl Reconciler {
         })
     }
 
-    /// Removes the finalizer. Other changes of the claim do not matter: a disk can no longer be attached. Before that,
-    /// kube-controller-manager removes its own: it replaces the object, so that a patch meanwhile would be a conflict, after
-    /// which it waits 100 ms.
+    /// Removes the finalizer. Other changes of the claim do not matter: a disk can no longer be attached. It waits until
+    /// kube-controller-manager has removed its own: that replaces the object, so a patch meanwhile would make it a conflict,
+    /// which kube-controller-manager retries only after 100 ms.
     async fn remove_finalizer(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
     ) -> Result<NextAction, RequestError> {
-        if self.bindings.claims.get(key).is_some_and(|shown| cluster::is_protected(&shown)) {
+        if self.bindings.claims.get(key).is_some_and(|shown| cluster::has_pvc_protection(&shown)) {
             return Ok(NextAction::AwaitChange);
         }
         let patch = json!({"metadata": {

@@ -28,22 +28,21 @@ pub(super) struct DeletionGuard {
 }
 
 impl DeletionGuard {
-    /// Waits until the cache shows a released PersistentVolume of the volume, if it shows one at all: the cache of
-    /// csi-provisioner can be ahead of it. Otherwise, all PersistentVolumes would be listed.
-    pub(super) async fn catch_up(&self, id: &VolumeId, deadline: Instant) {
-        let (handle, soon) = (id.as_str(), deadline.min(Instant::now() + CACHE_LAG));
-        let released = self.cache.of_volume(id).into_iter().map(|volume| {
-            let may_delete = |now: Option<&Arc<PersistentVolume>>| {
-                now.is_none_or(|now| reason_to_keep(handle, now).is_none()).then_some(())
-            };
-            Box::pin(
-                async move { self.cache.informer().wait_for(&Key::of(&*volume), soon, may_delete).await },
-            )
+    /// The cached PersistentVolumes of a volume. Waits until one of them is released or gone, if there are any: the cache of
+    /// csi-provisioner can be ahead of this one. Otherwise, all PersistentVolumes would be listed.
+    pub(super) async fn caught_up(&self, id: &VolumeId, deadline: Instant) -> Vec<Arc<PersistentVolume>> {
+        let soon = deadline.min(Instant::now() + CACHE_LAG);
+        let is_over = |now: Option<&Arc<PersistentVolume>>| {
+            now.is_none_or(|volume| is_released(id, volume)).then_some(())
+        };
+        let ends = self.cache.of_volume(id).into_iter().map(|volume| {
+            Box::pin(async move { self.cache.informer().wait_for(&Key::of(&*volume), soon, is_over).await })
         });
-        let released: Vec<_> = released.collect();
-        if !released.is_empty() {
-            select_all(released).await;
+        let ends: Vec<_> = ends.collect();
+        if !ends.is_empty() {
+            select_all(ends).await;
         }
+        self.cache.of_volume(id)
     }
 
     /// Refuses the deletion of a volume if one of its PersistentVolumes keeps it.
@@ -53,9 +52,8 @@ impl DeletionGuard {
     /// read from the API server.
     pub(super) async fn refuse_if_kept(&self, id: &VolumeId, deadline: Instant) -> Result<(), Status> {
         let handle = id.as_str();
-        let shows_released = |cache: &[Arc<PersistentVolume>]| {
-            cache.iter().any(|volume| reason_to_keep(handle, volume).is_none())
-        };
+        let shows_released =
+            |cache: &[Arc<PersistentVolume>]| cache.iter().any(|volume| is_released(id, volume));
         let now = self.read_if(id, shows_released, deadline).await?;
         match now.iter().find_map(|volume| reason_to_keep(handle, volume)) {
             Some(why) => Err(Status::failed_precondition(why)),
@@ -115,6 +113,11 @@ impl DeletionGuard {
             }
         }
     }
+}
+
+/// Whether a PersistentVolume of a volume allows its deletion.
+fn is_released(id: &VolumeId, volume: &PersistentVolume) -> bool {
+    reason_to_keep(id.as_str(), volume).is_none()
 }
 
 /// Why a PersistentVolume keeps the volume with this handle; None if it does not.

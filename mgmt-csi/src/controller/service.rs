@@ -56,8 +56,7 @@ impl proto::controller_server::Controller for Controller {
         // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
-            self.deletion_guard.catch_up(&id, deadline).await;
-            let volumes = self.deletion_guard.cache.of_volume(&id);
+            let volumes = self.deletion_guard.caught_up(&id, deadline).await;
             self.traces.continue_volume_deletion(&volumes);
             if volumes.is_empty() && self.infra.get_volume(&id, deadline).await?.is_none() {
                 tracing::debug!(volume = %id, "already deleted");

@@ -31,7 +31,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 use crate::cluster::{Volumes, annotation, claim_of};
-use crate::infra::StorageInfra;
+use crate::infra::{DeleteError, StorageInfra};
 use crate::traces::Traces;
 use claims::Claims;
 use deletion_guard::DeletionGuard;
@@ -100,5 +100,10 @@ impl Controller {
             Err(_) => None,
         };
         found.ok_or_else(|| Status::not_found(format!("the storage infra has no volume {id:?}")))
+    }
+
+    /// Whether the storage infra does not have a volume (any more).
+    async fn is_deleted(&self, id: &VolumeId, deadline: Instant) -> Result<bool, DeleteError> {
+        Ok(self.infra.get_volume(id, deadline).await?.is_none())
     }
 }

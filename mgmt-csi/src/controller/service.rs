@@ -58,7 +58,7 @@ impl proto::controller_server::Controller for Controller {
             let _guard = self.locks.acquire(id.as_str())?;
             let volumes = self.deletion_guard.caught_up(&id, deadline).await;
             self.traces.continue_volume_deletion(&volumes);
-            if volumes.is_empty() && self.infra.get_volume(&id, deadline).await?.is_none() {
+            if volumes.is_empty() && self.is_deleted(&id, deadline).await? {
                 tracing::debug!(volume = %id, "already deleted");
                 return Ok(Response::new(proto::DeleteVolumeResponse {}));
             }

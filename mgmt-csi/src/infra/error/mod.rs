@@ -232,6 +232,16 @@ impl From<ReadError> for Status {
     }
 }
 
+/// A volume or snapshot is read before its deletion.
+impl From<ReadError> for DeleteError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Invalid(text) => Self::Indeterminate(Indeterminate::Failed(text)),
+            ReadError::Indeterminate(inner) => Self::Indeterminate(inner),
+        }
+    }
+}
+
 /// Failure to set or remove a budget.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BudgetError {

@@ -102,7 +102,7 @@ impl Controller {
         found.ok_or_else(|| Status::not_found(format!("the storage infra has no volume {id:?}")))
     }
 
-    /// Whether the storage infra does not have a volume (any more).
+    /// Whether a volume is deleted, or was never created.
     async fn is_deleted(&self, id: &VolumeId, deadline: Instant) -> Result<bool, DeleteError> {
         Ok(self.infra.get_volume(id, deadline).await?.is_none())
     }

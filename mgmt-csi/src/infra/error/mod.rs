@@ -232,7 +232,7 @@ impl From<ReadError> for Status {
     }
 }
 
-/// A volume or snapshot is read before its deletion.
+/// A read that decides whether anything is left to delete fails as the deletion does, with the complete text.
 impl From<ReadError> for DeleteError {
     fn from(error: ReadError) -> Self {
         match error {

@@ -24,6 +24,9 @@ const CRATES: [&str; 8] = [
     "kubectl-nestor",
 ];
 
+/// The crate with the features of the lab's dependencies: the lab depends on it, the programs do not.
+const FEATURE_UNION: &str = "feature-union";
+
 /// Installs a development tool once and returns its folder.
 pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {
     tool_with(ui, name, version, &[]).await
@@ -41,7 +44,16 @@ pub(crate) async fn tool_with(ui: &Ui, name: &str, version: &str, more: &[&str])
 
 /// Builds Nestor's programs and returns their folder.
 pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
-    build_in(ui, &repository(), &CRATES, &target_dir()?, release).await
+    if release {
+        return build_in(ui, &repository(), &CRATES, &target_dir()?, true).await;
+    }
+    build_debug(ui, &CRATES).await
+}
+
+/// Builds crates of this repository so that they share the dependencies that are compiled for the lab.
+pub(crate) async fn build_debug(ui: &Ui, crates: &[&str]) -> Result<PathBuf> {
+    let crates = [crates, &[FEATURE_UNION]].concat();
+    build_in(ui, &repository(), &crates, &target_dir()?, false).await
 }
 
 /// Builds storage-infra with the release profile.
@@ -51,7 +63,7 @@ pub(crate) async fn build_storage_infra(ui: &Ui) -> Result<PathBuf> {
 
 /// Builds the lab's own CSI driver and returns its program.
 pub(crate) async fn build_file_csi(ui: &Ui) -> Result<PathBuf> {
-    Ok(build_in(ui, &repository(), &["file-csi"], &target_dir()?, false).await?.join("file-csi"))
+    Ok(build_debug(ui, &["file-csi"]).await?.join("file-csi"))
 }
 
 /// Builds Nestor's programs for an architecture and returns their folder.

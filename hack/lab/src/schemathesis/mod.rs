@@ -43,7 +43,7 @@ impl Counts {
 /// Tests the API with each role, each with a new server, so that one run does not depend on another.
 pub(crate) async fn schemathesis(ui: &Ui) -> Result<Counts> {
     let python = cache::schemathesis(ui).await?;
-    let programs = cache::cargo::build_in(ui, &repository(), &[PROGRAM], &target_dir()?, false).await?;
+    let programs = cache::cargo::build_debug(ui, &[PROGRAM]).await?;
     let logs = target_dir()?.join("schemathesis");
     fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
     let mut total = Counts::default();

@@ -21,6 +21,26 @@ pub(super) struct Entry {
     pub(super) max_volume_bytes: u64,
 }
 
+/// How much a published number differs from the current one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Difference {
+    None,
+    /// Less than a hundredth.
+    Small,
+    Large,
+}
+
+impl Difference {
+    /// The difference between a published number of bytes, if there is one, and the current one.
+    pub(super) fn of(published: Option<u64>, now: u64) -> Self {
+        match published.map(|bytes| (bytes.abs_diff(now), bytes.max(now))) {
+            Some((0, _)) => Self::None,
+            Some((difference, larger)) if difference < larger / 100 => Self::Small,
+            _ => Self::Large,
+        }
+    }
+}
+
 /// One entry per class of this driver and zone; also one without a zone if there are pools without a zone, or no pools.
 pub(super) fn desired(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
     let mut zones: BTreeSet<Option<&str>> = pools.iter().flat_map(zones_of).collect();
@@ -132,6 +152,18 @@ mod tests {
                 ("one", Some("b"), 9, 9),
             ]
         );
+    }
+
+    #[test]
+    fn a_difference_is_small_below_a_hundredth() {
+        assert_eq!(Difference::of(Some(1000), 1000), Difference::None);
+        assert_eq!(Difference::of(Some(1000), 991), Difference::Small);
+        assert_eq!(Difference::of(Some(991), 1000), Difference::Small);
+        assert_eq!(Difference::of(Some(1000), 990), Difference::Large);
+        // What is nearly nothing is exact.
+        assert_eq!(Difference::of(Some(0), 1), Difference::Large);
+        assert_eq!(Difference::of(Some(10), 0), Difference::Large);
+        assert_eq!(Difference::of(None, 0), Difference::Large);
     }
 
     #[test]

@@ -23,6 +23,8 @@ use publish::Publisher;
 
 /// Delay during which changes are collected.
 const COLLECT_DELAY: Duration = Duration::from_secs(2);
+/// Delay of changes by less than a hundredth: each write goes to all guests.
+const SMALL_CHANGE_DELAY: Duration = Duration::from_secs(30);
 /// Delay before a retry.
 const RETRY_DELAY: Duration = Duration::from_secs(10);
 /// Timeout of one call to the storage infra.
@@ -101,36 +103,62 @@ impl Capacity {
 impl Publishing {
     /// Publishes until the process is stopped.
     pub async fn run(&self) {
-        let Self { changed, classes, publisher, infra, stop } = self;
         tokio::select! {
-            () = stop.cancelled() => return,
-            _ = async { tokio::join!(classes.synced(), publisher.published.synced()) } => {}
+            () = self.stop.cancelled() => return,
+            _ = async { tokio::join!(self.classes.synced(), self.publisher.published.synced()) } => {}
         }
         // The previous leader may have missed changes.
-        changed.notify_one();
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = changed.notified() => {}
-            }
-            // A burst of new volumes is published once.
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = tokio::time::sleep(COLLECT_DELAY) => {}
-            }
-            let done = match infra.list_pools(Instant::now() + TIMEOUT).await {
-                Ok(pools) => publisher.publish(compute::desired(&classes.list(), &pools)).await,
-                Err(error) => Err(error.to_string()),
-            };
-            if let Err(reason) = done {
-                tracing::warn!("failed to publish storage capacity: {reason}; retrying in {RETRY_DELAY:?}");
-                changed.notify_one();
-                tokio::select! {
-                    () = stop.cancelled() => return,
-                    () = tokio::time::sleep(RETRY_DELAY) => {}
+        self.changed.notify_one();
+        // When the changes that were too small so far are published.
+        let mut due: Option<Instant> = None;
+        while self.await_change(due).await {
+            match self.publish(due.is_some_and(|due| due <= Instant::now())).await {
+                Ok(true) => due = due.or_else(|| Some(Instant::now() + SMALL_CHANGE_DELAY)),
+                Ok(false) => due = None,
+                Err(reason) => {
+                    tracing::warn!(
+                        "failed to publish storage capacity: {reason}; retrying in {RETRY_DELAY:?}"
+                    );
+                    self.changed.notify_one();
+                    if !self.pause(RETRY_DELAY).await {
+                        return;
+                    }
                 }
             }
         }
+    }
+
+    /// Waits for a change, or until `due`. False if the process is stopped.
+    async fn await_change(&self, due: Option<Instant>) -> bool {
+        tokio::select! {
+            () = self.stop.cancelled() => return false,
+            () = self.changed.notified() => {}
+            () = reached(due) => {}
+        }
+        // A burst of new volumes is published once.
+        self.pause(COLLECT_DELAY).await
+    }
+
+    async fn pause(&self, delay: Duration) -> bool {
+        tokio::select! {
+            () = self.stop.cancelled() => false,
+            () = tokio::time::sleep(delay) => true,
+        }
+    }
+
+    /// Publishes what changed, small changes only with `all`. True if there was one that was not published.
+    async fn publish(&self, all: bool) -> Result<bool, String> {
+        let pools = self.infra.list_pools(Instant::now() + TIMEOUT).await;
+        let pools = pools.map_err(|error| error.to_string())?;
+        self.publisher.publish(compute::desired(&self.classes.list(), &pools), all).await
+    }
+}
+
+/// Waits until a time; without one, for ever.
+async fn reached(time: Option<Instant>) {
+    match time {
+        Some(time) => tokio::time::sleep_until(time).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -14,7 +14,7 @@ use kube_kit::{labels, quantity};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::compute::Entry;
+use super::compute::{Difference, Entry};
 
 /// Label by which this driver selects its objects, and its value.
 const MANAGED_BY: (&str, &str) = ("nestor.dev/managed-by", "mgmt-csi");
@@ -33,12 +33,14 @@ pub(super) struct Publisher {
 }
 
 impl Publisher {
-    /// Creates, updates and deletes objects. Continues after a failure, and returns the last one.
-    pub(super) async fn publish(&self, entries: Vec<Entry>) -> Result<(), String> {
+    /// Creates, updates and deletes objects. Continues after a failure, and returns the last one. Small changes are
+    /// written only with `all`; true if there was one that was not.
+    pub(super) async fn publish(&self, entries: Vec<Entry>, all: bool) -> Result<bool, String> {
         let desired: HashMap<String, Entry> =
             entries.into_iter().map(|entry| (name(&entry), entry)).collect();
         let published = self.published.list();
         let mut outcome = Ok(());
+        let mut postponed = false;
         for old in &published {
             if !desired.contains_key(&old.name_any()) {
                 let removed = self.api.delete(&old.name_any(), &DeleteParams::default()).await;
@@ -48,19 +50,27 @@ impl Publisher {
         for (name, entry) in &desired {
             let old = published.iter().find(|old| old.name_any() == *name);
             let written = match old {
-                Some(old) if matches(old, entry) => continue,
-                Some(_) => {
-                    let patch = Patch::Merge(json!({
-                        "capacity": number(entry.free_bytes),
-                        "maximumVolumeSize": number(entry.max_volume_bytes),
-                    }));
-                    self.api.patch(name, &PatchParams::default(), &patch).await
-                }
+                Some(old) => match difference(old, entry) {
+                    Difference::None => continue,
+                    Difference::Small if !all => {
+                        postponed = true;
+                        continue;
+                    }
+                    Difference::Small | Difference::Large => self.update(name, entry).await,
+                },
                 None => self.api.create(&PostParams::default(), &object(name, entry)).await,
             };
             record(&mut outcome, "write", name, written.map(drop));
         }
-        outcome
+        outcome.map(|()| postponed)
+    }
+
+    async fn update(&self, name: &str, entry: &Entry) -> kube::Result<CSIStorageCapacity> {
+        let patch = Patch::Merge(json!({
+            "capacity": number(entry.free_bytes),
+            "maximumVolumeSize": number(entry.max_volume_bytes),
+        }));
+        self.api.patch(name, &PatchParams::default(), &patch).await
     }
 }
 
@@ -82,9 +92,10 @@ fn name(entry: &Entry) -> String {
     format!("nestor-{}", &hash[..32])
 }
 
-fn matches(object: &CSIStorageCapacity, entry: &Entry) -> bool {
-    object.capacity.as_ref().and_then(quantity::value) == Some(entry.free_bytes)
-        && object.maximum_volume_size.as_ref().and_then(quantity::value) == Some(entry.max_volume_bytes)
+fn difference(object: &CSIStorageCapacity, entry: &Entry) -> Difference {
+    let of = |published: Option<&Quantity>, now| Difference::of(published.and_then(quantity::value), now);
+    of(object.capacity.as_ref(), entry.free_bytes)
+        .max(of(object.maximum_volume_size.as_ref(), entry.max_volume_bytes))
 }
 
 fn object(name: &str, entry: &Entry) -> CSIStorageCapacity {

@@ -167,9 +167,13 @@ enum Bench {
 }
 
 impl Cli {
-    /// Name of the results.
+    /// Name of the results: the bench, and what it was run with.
     fn name(&self) -> String {
-        self.bench.name().to_owned() + if self.split_cpus { "-split-cpus" } else { "" }
+        let split = self.split_cpus.then(|| "split-cpus".to_owned());
+        // Limits of the VM Operator only make the bench possible.
+        let settings = self.settings.iter().filter(|setting| !setting.is_of("vm-operator-shim"));
+        let parts = [Some(self.bench.name().to_owned()), split, settings.map(Setting::label).next()];
+        parts.into_iter().flatten().collect::<Vec<_>>().join("-")
     }
 
     /// File of the results.
@@ -327,6 +331,27 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn results_are_named_after_the_bench_and_the_setting_that_it_measures() {
+        let name = |command: &str| parse(command).unwrap().name();
+        assert_eq!(name("create --backend instant --split-cpus"), "create-instant-split-cpus");
+        assert_eq!(name("attach --set vm-operator-shim:flapping=10000"), "attach");
+        assert_eq!(
+            name("attach --set g1-attacher:kube-api-qps=5 --set g1-attacher:kube-api-burst=10"),
+            "attach-g1-attacher-kube-api-qps"
+        );
+    }
+
+    #[test]
+    fn each_command_of_the_page_has_results_of_its_own() {
+        let mut names: Vec<String> =
+            suite::commands().into_iter().map(|command| parse(command).unwrap().name()).collect();
+        let all = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all, "{names:?}");
     }
 
     #[test]

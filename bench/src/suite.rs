@@ -23,6 +23,9 @@ macro_rules! without_limits {
     };
 }
 
+const CREATE: &str = "create --count 50 --bursts 30,100 --rounds 3";
+const ATTACH: &str = without_limits!("attach --count 100 --rounds 5 --reported 100 --attached 0,30,60,120");
+
 /// A command, and what the table shows of its results.
 #[derive(Debug)]
 pub struct Step {
@@ -40,10 +43,7 @@ const fn step(command: &'static str, cases: &'static [(&'static str, &'static st
 
 /// All steps, in the order of the table.
 pub const STEPS: &[Step] = &[
-    step(
-        "create --count 50 --bursts 30,100 --rounds 3",
-        &[("one", "one at a time"), ("burst30", "30 at once"), ("burst100", "100 at once")],
-    ),
+    step(CREATE, &[("one", "one at a time"), ("burst30", "30 at once"), ("burst100", "100 at once")]),
     step(
         "create --split-cpus --count 50 --bursts 100 --rounds 3",
         &[("one", "one at a time, each tier on one core"), ("burst100", "100 at once, the same")],
@@ -57,7 +57,7 @@ pub const STEPS: &[Step] = &[
         &[("one", "one at a time"), ("burst100", "100 at once")],
     ),
     step(
-        without_limits!("attach --count 100 --rounds 5 --reported 100 --attached 0,30,60,120"),
+        ATTACH,
         &[
             ("one", "one at a time"),
             ("burst30", "30 at once on one VM"),
@@ -96,6 +96,28 @@ pub const STEPS: &[Step] = &[
         metric: "all gone",
         ..step("burst --bursts 1000", &[("burst1000", "the same until all are gone")])
     },
+    // Flags of Kubernetes' components at their defaults.
+    step(
+        "create --count 8 --bursts 30 --set g1-provisioner:kube-api-qps=5 --set g1-provisioner:kube-api-burst=10",
+        &[
+            ("one", "one at a time, the guest's csi-provisioner with its default of 5 requests per second"),
+            ("burst30", "30 at once, the same"),
+        ],
+    ),
+    step(
+        "create --count 8 --bursts 30 --set g1-controller-manager:kube-api-qps=20 --set g1-controller-manager:kube-api-burst=30",
+        &[
+            ("one", "one at a time, the guest's kube-controller-manager with its default of 20"),
+            ("burst30", "30 at once, the same"),
+        ],
+    ),
+    step(
+        "attach --count 8 --bursts 30 --set g1-attacher:kube-api-qps=5 --set g1-attacher:kube-api-burst=10",
+        &[
+            ("one", "one at a time, csi-attacher with its default of 5 requests per second"),
+            ("burst30", "30 at once, the same"),
+        ],
+    ),
 ];
 
 impl Step {
@@ -133,9 +155,13 @@ fn time(milliseconds: f64) -> String {
 
 /// Arguments of the program for all results of the page, each once.
 pub fn commands() -> Vec<&'static str> {
-    let mut all: Vec<&str> = STEPS.iter().map(|step| step.command).collect();
-    all.extend(FIGURES.iter().map(|figures| figures.command));
-    all.dedup();
+    let figures = FIGURES.iter().map(|figures| figures.command);
+    let mut all = Vec::new();
+    for command in STEPS.iter().map(|step| step.command).chain(figures) {
+        if !all.contains(&command) {
+            all.push(command);
+        }
+    }
     all
 }
 

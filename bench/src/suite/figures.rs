@@ -2,10 +2,14 @@
 
 use anyhow::{Result, ensure};
 
-use super::time;
+use super::{ATTACH, CREATE, time};
 use crate::report::Row;
 
 pub(super) const HEAD: &str = "| command | case | figures |\n| --- | --- | --- |\n";
+
+/// CPU time of an operation.
+const OPERATION: &[&str] =
+    &["g1-gc-csi cpu", "mgmt-csi cpu", "storage-infra cpu", "g1-apiserver cpu", "mgmt-apiserver cpu"];
 
 /// A bench, and its metrics that the page shows.
 #[derive(Debug)]
@@ -17,6 +21,8 @@ pub struct Figures {
 
 /// All benches, in the order of the table.
 pub const FIGURES: &[Figures] = &[
+    Figures { command: CREATE, metrics: OPERATION },
+    Figures { command: ATTACH, metrics: OPERATION },
     Figures {
         command: "scale --guests 1,5,20",
         metrics: &[
@@ -66,6 +72,12 @@ pub const FIGURES: &[Figures] = &[
             "storage-infra started",
             "watches are back",
         ],
+    },
+    Figures { command: "retry --count 8 --seconds 45", metrics: &["duration"] },
+    Figures {
+        command: "retry --count 8 --seconds 45 --set g1-provisioner:retry-interval-start=1s --set g1-provisioner:retry-interval-max=5m \
+                  --set g1-attacher:retry-interval-start=1s --set g1-attacher:retry-interval-max=5m",
+        metrics: &["duration"],
     },
     Figures {
         command: "trace --volumes 10,10000 --count 20",

@@ -41,6 +41,16 @@ impl FromStr for Setting {
 }
 
 impl Setting {
+    /// Whether it is one of this component.
+    pub fn is_of(&self, component: &str) -> bool {
+        self.component == component
+    }
+
+    /// The component and the flag, for names of files.
+    pub fn label(&self) -> String {
+        format!("{}-{}", self.component, self.flag)
+    }
+
     /// Sets the flag in a command line, replacing any earlier value.
     fn put(&self, words: &mut Vec<String>) {
         let flag = format!("--{}", self.flag);

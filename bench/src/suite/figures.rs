@@ -24,7 +24,7 @@ pub const FIGURES: &[Figures] = &[
     Figures { command: CREATE, metrics: OPERATION },
     Figures { command: ATTACH, metrics: OPERATION },
     Figures {
-        command: "scale --guests 1,5,20",
+        command: "scale --guests 1,5",
         metrics: &[
             "everything attached",
             "moved",
@@ -72,12 +72,6 @@ pub const FIGURES: &[Figures] = &[
             "storage-infra started",
             "watches are back",
         ],
-    },
-    Figures { command: "retry --count 8 --seconds 45", metrics: &["duration"] },
-    Figures {
-        command: "retry --count 8 --seconds 45 --set g1-provisioner:retry-interval-start=1s --set g1-provisioner:retry-interval-max=5m \
-                  --set g1-attacher:retry-interval-start=1s --set g1-attacher:retry-interval-max=5m",
-        metrics: &["duration"],
     },
     Figures {
         command: "trace --volumes 10,10000 --count 20",

@@ -16,12 +16,18 @@ use crate::ui::Ui;
 /// The module folders under `hack/tools` that a lab needs.
 const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
+/// Name of what is built from them.
+const TOOLS: &str = "tools";
+
 /// The module folder of KubeVirt.
 const KUBEVIRT: &str = "kubevirt";
 
+/// Minutes that one core works for everything that the first lab of a host builds.
+const FIRST_RUN: usize = 40;
+
 /// Returns the folder with all tools of a lab with this version of Kubernetes.
 pub async fn tools(ui: &Ui, kubernetes: Kubernetes) -> Result<PathBuf> {
-    let tools = modules(ui, "tools", &MODULES).await?;
+    let tools = modules(ui, TOOLS, &MODULES).await?;
     let Some(module) = kubernetes.module() else { return Ok(tools) };
     let programs = modules(ui, module, &[module]).await?;
     combined(&tools, &programs).await
@@ -103,6 +109,9 @@ async fn modules(ui: &Ui, kind: &str, modules: &[&str]) -> Result<PathBuf> {
         }
     }
     entry(&format!("{kind}-{}", key.hex()), async |out: &Path| {
+        if kind == TOOLS {
+            ui.line(first_run(std::thread::available_parallelism()?.get()));
+        }
         for module in modules {
             build(ui, &repository().join("hack/tools").join(module), out).await?;
         }
@@ -142,6 +151,13 @@ fn go(module: &Path, args: &[&str]) -> Command {
     // Each compiler lives for seconds: collecting its garbage only near 1 GiB takes a quarter less CPU time.
     go.env("GOGC", "off").env("GOMEMLIMIT", "1GiB");
     go
+}
+
+fn first_run(cores: usize) -> String {
+    let minutes = FIRST_RUN.div_ceil(cores);
+    format!(
+        "the first lab of this host needs Kubernetes, containerd and an image of the VMs: about {minutes} min on {cores} cores"
+    )
 }
 
 /// How far a build is, and how long it still takes at its rate so far. Packages that are already built are not compiled
@@ -193,6 +209,12 @@ mod tests {
              -X k8s.io/component-base/version.gitMinor=36 -X k8s.io/component-base/version.gitTreeState=clean"
         ));
         assert_eq!(linker_flags("module a"), "-s -w");
+    }
+
+    #[test]
+    fn the_first_run_is_faster_with_more_cores() {
+        assert!(first_run(2).ends_with("about 20 min on 2 cores"));
+        assert!(first_run(12).ends_with("about 4 min on 12 cores"));
     }
 
     #[test]

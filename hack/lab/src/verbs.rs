@@ -7,9 +7,8 @@ use std::process::{ExitCode, Stdio};
 use anyhow::{Context, Result, bail};
 use tokio::process::Command;
 
-use crate::cache::cargo::release_flags;
 use crate::lab::Lab;
-use crate::run::{Run, repository, target_dir};
+use crate::run::{Run, repository};
 use crate::state::Cluster;
 
 /// Prints or follows a log.
@@ -52,10 +51,7 @@ pub async fn kubectl(run: &Run, cluster: &str, args: &[String]) -> Result<ExitCo
 /// Runs a bench, with a lab if it needs one.
 pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<ExitCode> {
     let mut bench = cargo();
-    bench.args(["run", "--quiet", "--release", "-p", "bench", "--", name]).args(args);
-    // With the flags of the lab's programs, since otherwise everything would be built again.
-    let (variable, flags) = release_flags(&repository(), &target_dir()?)?;
-    bench.env(variable, flags);
+    bench.args(["run", "--quiet", "--profile", "bench-client", "-p", "bench", "--", name]).args(args);
     if let Some(lab) = lab {
         bench.env("NESTOR_LAB", lab.dir());
     }

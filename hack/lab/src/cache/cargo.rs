@@ -143,7 +143,7 @@ fn build_command(sources: &Path, crates: &[&str], target: &Path, release: bool) 
 }
 
 /// The variable with the compiler's flags for programs of the release profile for this host.
-pub(crate) fn release_flags(sources: &Path, target: &Path) -> Result<(String, String)> {
+fn release_flags(sources: &Path, target: &Path) -> Result<(String, String)> {
     let flags = without_paths(sources, target)?.join(" ");
     Ok((Architecture::default().setting("RUSTFLAGS"), flags))
 }

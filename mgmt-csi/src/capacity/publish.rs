@@ -127,10 +127,13 @@ mod tests {
         let mut entry = Entry { class: "c".into(), zone: None, free_bytes: 5000, max_volume_bytes: 1 << 30 };
         let mut published = object(&name(&entry), &entry);
         published.capacity = Some(Quantity("5k".into()));
-        assert!(matches(&published, &entry));
+        assert_eq!(difference(&published, &entry), Difference::None);
         assert_eq!(published.node_topology, Some(LabelSelector::default()));
         entry.max_volume_bytes += 1;
-        assert!(!matches(&published, &entry));
+        assert_eq!(difference(&published, &entry), Difference::Small);
+        // The larger difference counts.
+        entry.free_bytes = 0;
+        assert_eq!(difference(&published, &entry), Difference::Large);
         let everywhere = name(&entry);
         entry.zone = Some("a".into());
         assert_ne!(name(&entry), everywhere);

@@ -50,26 +50,33 @@ pub(super) const ON_KUBEVIRT: [&str; 12] = [
     "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
 ];
 
-/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server, boot a host with systemd,
-/// pack a release twice, or remove each right.
-pub(super) const LONG: [&str; 6] =
-    ["alert_faults", "arm64", "dashboards", "package", "release", "right_removal"];
+/// Modules that take long: they wait for many alerts, cross-compile, build a dashboard server or a collector of traces, boot
+/// a host with systemd, pack images or a release twice, restore a cluster, load it with a thousand disks, or remove each
+/// right.
+pub(super) const LONG: [&str; 10] = [
+    "alert_faults",
+    "arm64",
+    "dashboards",
+    "etcd_restore",
+    "fairness",
+    "images",
+    "otel",
+    "package",
+    "release",
+    "right_removal",
+];
 
 /// Tests that take about a minute or longer, and whose modules have shorter ones that show the usual case.
-pub(super) const LONG_TESTS: [&str; 30] = [
+pub(super) const LONG_TESTS: [&str; 25] = [
     "access_modes::pods_on_two_vms_read_one_prefilled_volume",
     "alerts::prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard",
     "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
     "credentials::a_guests_token_is_renewed_without_a_restart_and_dies_by_a_rotation",
     "credentials::a_token_that_expired_during_a_long_stop_heals_by_a_rotation",
     "credentials::certificates_and_the_ca_are_replaced_under_load_without_a_restart_or_a_failed_call",
-    "etcd_restore::a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again",
     "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
-    "fairness::a_thousand_attachments_of_a_dead_vm_do_not_delay_others",
-    "fairness::a_vm_that_flaps_waits_with_a_message_and_delays_no_other_guest",
     "ha::a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation",
     "health::filesystems_that_became_read_only_are_reported_on_the_pod",
-    "images::images_are_reproducible_and_their_programs_start_in_containerd",
     "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
     "node::a_vm_keeps_nothing_of_a_detached_volume",
     "node::a_volume_belongs_to_the_fs_group_of_the_pod",
@@ -81,7 +88,6 @@ pub(super) const LONG_TESTS: [&str; 30] = [
     "node_loss::automatic::a_pod_of_a_killed_vm_runs_elsewhere_without_a_person",
     "node_loss::automatic::the_taint_of_a_person_stays_when_the_vm_is_proven_off_and_when_it_returns",
     "node_loss::automatic::with_the_policy_never_no_node_is_tainted",
-    "otel::a_change_of_limits_and_the_deletion_of_a_volume_are_one_trace_each",
     "partition::a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recovers",
     "partition::a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_down",
     "proven_off::a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached",

@@ -241,9 +241,27 @@ impl Scenario {
         found.with_context(|| format!("the storage infra has no snapshot {id}"))
     }
 
-    /// Names of the management snapshots that were created for this scenario's namespace.
+    /// The management snapshots that were created for this scenario's namespace, each with what keeps it.
     pub(crate) async fn own_snapshots(&self) -> Result<Vec<String>> {
         let list = self.snapshots().list(&Default::default()).await?;
-        Ok(list.iter().filter(|one| self.is_own_snapshot(one)).map(ResourceExt::name_any).collect())
+        let mut own = Vec::new();
+        for snapshot in list.iter().filter(|one| self.is_own_snapshot(one)) {
+            let name = snapshot.data["status"]["boundVolumeSnapshotContentName"].as_str();
+            let content = match name {
+                Some(name) => self.contents().get_opt(name).await?,
+                None => None,
+            };
+            own.push([Some(snapshot), content.as_ref()].into_iter().flatten().map(state).collect::<String>());
+        }
+        Ok(own)
     }
+}
+
+/// Name and state of a snapshot or its content, on one line.
+fn state(object: &DynamicObject) -> String {
+    let metadata = json!({
+        "deleted": object.metadata.deletion_timestamp, "finalizers": object.metadata.finalizers,
+        "annotations": object.metadata.annotations, "status": object.data["status"],
+    });
+    format!("{} {metadata} ", object.name_any())
 }

@@ -6,6 +6,7 @@ pub mod app;
 pub mod attachment;
 pub mod budgets;
 pub mod capacity;
+mod changes;
 pub mod claims;
 mod clients;
 pub mod cluster;

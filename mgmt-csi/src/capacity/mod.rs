@@ -18,15 +18,12 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::changes::{Changes, RETRY_DELAY};
 use crate::infra::{InfraEvent, StorageInfra};
 use publish::Publisher;
 
-/// Delay during which changes are collected.
-const COLLECT_DELAY: Duration = Duration::from_secs(2);
 /// Delay of changes by less than a hundredth: each write goes to all guests.
 const SMALL_CHANGE_DELAY: Duration = Duration::from_secs(30);
-/// Delay before a retry.
-const RETRY_DELAY: Duration = Duration::from_secs(10);
 /// Timeout of one call to the storage infra.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -38,11 +35,10 @@ pub struct Capacity {
 
 /// The publisher, with its watches started.
 pub struct Publishing {
-    changed: Arc<Notify>,
+    changes: Changes,
     classes: Informer<StorageClass>,
     publisher: Publisher,
     infra: Arc<dyn StorageInfra>,
-    stop: CancellationToken,
 }
 
 impl std::fmt::Debug for Publishing {
@@ -96,22 +92,19 @@ impl Capacity {
                 .config(watcher::Config::default().labels(&publish::selector()))
                 .on_change(move |_: &Change<'_, CSIStorageCapacity>| notify.notify_one())
                 .start(ready.check("storage-capacities", "not started yet"), stop.clone());
-        Publishing { changed: self.changed, classes, publisher: Publisher { api, published }, infra, stop }
+        let changes = Changes::new(self.changed, stop);
+        Publishing { changes, classes, publisher: Publisher { api, published }, infra }
     }
 }
 
 impl Publishing {
     /// Publishes until the process is stopped.
     pub async fn run(&self) {
-        tokio::select! {
-            () = self.stop.cancelled() => return,
-            _ = async { tokio::join!(self.classes.synced(), self.publisher.published.synced()) } => {}
-        }
-        // The previous leader may have missed changes.
-        self.changed.notify_one();
+        let synced = async { tokio::join!(self.classes.synced(), self.publisher.published.synced()) };
+        self.changes.begin(synced).await;
         // When the changes that were too small so far are published.
         let mut due: Option<Instant> = None;
-        while self.await_change(due).await {
+        while self.changes.next(due).await {
             match self.publish(due.is_some_and(|due| due <= Instant::now())).await {
                 Ok(true) => due = due.or_else(|| Some(Instant::now() + SMALL_CHANGE_DELAY)),
                 Ok(false) => due = None,
@@ -119,30 +112,9 @@ impl Publishing {
                     tracing::warn!(
                         "failed to publish storage capacity: {reason}; retrying in {RETRY_DELAY:?}"
                     );
-                    self.changed.notify_one();
-                    if !self.pause(RETRY_DELAY).await {
-                        return;
-                    }
+                    self.changes.retry().await;
                 }
             }
-        }
-    }
-
-    /// Waits for a change, or until `due`. False if the process is stopped.
-    async fn await_change(&self, due: Option<Instant>) -> bool {
-        tokio::select! {
-            () = self.stop.cancelled() => return false,
-            () = self.changed.notified() => {}
-            () = reached(due) => {}
-        }
-        // A burst of new volumes is published once.
-        self.pause(COLLECT_DELAY).await
-    }
-
-    async fn pause(&self, delay: Duration) -> bool {
-        tokio::select! {
-            () = self.stop.cancelled() => false,
-            () = tokio::time::sleep(delay) => true,
         }
     }
 
@@ -151,14 +123,6 @@ impl Publishing {
         let pools = self.infra.list_pools(Instant::now() + TIMEOUT).await;
         let pools = pools.map_err(|error| error.to_string())?;
         self.publisher.publish(compute::desired(&self.classes.list(), &pools), all).await
-    }
-}
-
-/// Waits until a time; without one, for ever.
-async fn reached(time: Option<Instant>) {
-    match time {
-        Some(time) => tokio::time::sleep_until(time).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -19,14 +19,11 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::changes::{Changes, RETRY_DELAY};
 use crate::infra::{InfraEvent, StorageInfra};
 
-/// Delay during which changes are collected.
-const COLLECT_DELAY: Duration = Duration::from_secs(2);
 /// Time between two looks at pools that report no change: VMs fill them without one.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(60);
-/// Delay before a retry.
-const RETRY_DELAY: Duration = Duration::from_secs(10);
 /// Timeout of one call to the storage infra.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -38,11 +35,10 @@ pub struct StoragePools {
 
 /// The writer, with its watch started.
 pub struct ShownPools {
-    changed: Arc<Notify>,
+    changes: Changes,
     objects: Informer<StoragePool>,
     api: Api<StoragePool>,
     infra: Arc<dyn StorageInfra>,
-    stop: CancellationToken,
 }
 
 impl std::fmt::Debug for ShownPools {
@@ -77,43 +73,19 @@ impl StoragePools {
         let objects = Informer::builder("StoragePools", api.clone())
             .on_change(move |_: &Change<'_, StoragePool>| notify.notify_one())
             .start(ready.check("storage-pools", "not started yet"), stop.clone());
-        ShownPools { changed: self.changed, objects, api, infra, stop }
+        ShownPools { changes: Changes::new(self.changed, stop), objects, api, infra }
     }
 }
 
 impl ShownPools {
     /// Writes until the process is stopped. Only the leader runs this.
     pub async fn run(&self) {
-        tokio::select! {
-            () = self.stop.cancelled() => return,
-            () = self.objects.synced() => {}
-        }
-        // The previous leader may have missed changes.
-        self.changed.notify_one();
-        while self.await_change().await {
-            let Err(reason) = self.reconcile().await else { continue };
-            tracing::warn!("failed to write the StoragePools: {reason}; retrying in {RETRY_DELAY:?}");
-            self.changed.notify_one();
-            if !self.pause(RETRY_DELAY).await {
-                return;
+        self.changes.begin(self.objects.synced()).await;
+        while self.changes.next(Some(Instant::now() + REFRESH_INTERVAL)).await {
+            if let Err(reason) = self.reconcile().await {
+                tracing::warn!("failed to write the StoragePools: {reason}; retrying in {RETRY_DELAY:?}");
+                self.changes.retry().await;
             }
-        }
-    }
-
-    /// Waits for a change, or until the next look is due. False if the process is stopped.
-    async fn await_change(&self) -> bool {
-        tokio::select! {
-            () = self.stop.cancelled() => return false,
-            () = tokio::time::sleep(REFRESH_INTERVAL) => return true,
-            () = self.changed.notified() => {}
-        }
-        self.pause(COLLECT_DELAY).await
-    }
-
-    async fn pause(&self, delay: Duration) -> bool {
-        tokio::select! {
-            () = self.stop.cancelled() => false,
-            () = tokio::time::sleep(delay) => true,
         }
     }
 

@@ -141,11 +141,16 @@ async fn snapshots_count_and_their_number_per_volume_is_limited() -> Result<()> 
 async fn a_snapshot_without_a_label_counts_for_the_guest_of_its_volume() -> Result<()> {
     run_alone(|s| async move {
         let account = unique("account");
-        s.budget(&account, &json!({"snapshots": 0})).await?;
+        let budget = s.budget(&account, &json!({"snapshots": 0})).await?;
         let claim = s.claim_of_account(&account, "nestor", "4Mi").await?;
         s.management_bound(&claim).await?;
         let snapshot = s.new_management_snapshot(&[], &claim).await?;
-        s.management_snapshot_failure(&snapshot, &["storage budget", &account, "0 snapshots"]).await
+        s.management_snapshot_failure(&snapshot, &["storage budget", &account, "0 snapshots"]).await?;
+        s.change_budget(&budget, &json!({"snapshots": 1})).await?;
+        s.management_snapshot_ready(&snapshot).await?;
+        let used = s.infra_usage(&account).await?;
+        ensure!(used.snapshots == 1, "{used:?}");
+        Ok(())
     })
     .await
 }

@@ -21,6 +21,7 @@ use crate::run::Run;
 use crate::session::{After, interrupted, with_lab};
 use crate::ui::{Ui, say, table};
 use crate::up::UpOptions;
+use crate::vm::account;
 use black_box::UPGRADE;
 use capabilities::capabilities;
 use execute::execute;
@@ -166,6 +167,8 @@ fn lab_for(kind: Kind, steps: &[Step], engine: Engine) -> (&'static str, UpOptio
 async fn run_without_lab(ui: &Ui, steps: Vec<Step>, keep_going: bool, report: &mut Report) -> Result<()> {
     let start = Instant::now();
     cache::packages::ensure(ui).await?;
+    // The unit tests of storage-infra start libvirtd too.
+    account::ensure(ui).await?;
     report.record("packages", Outcome::of(true), start.elapsed());
     for group in steps::groups(steps) {
         let outcomes = join_all(group.iter().map(|step| timed(ui, step, None))).await;

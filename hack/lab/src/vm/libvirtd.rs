@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
+use super::account::{self, ACCOUNT};
 use super::network;
 use crate::cache;
 use crate::host::Host;
@@ -28,11 +29,6 @@ const PRIVATE: [(&str, &str); 4] = [
     ("/var/log/libvirt", "log"),
     ("/etc/libvirt", "etc"),
 ];
-
-/// The account of QEMU.
-const ACCOUNT: &str = "libvirt-qemu";
-/// The group that may use KVM, where it exists.
-const KVM_GROUP: &str = "kvm";
 
 const QEMU_CONF: &str = r#"security_driver = "none"
 cgroup_controllers = []
@@ -58,7 +54,7 @@ pub(crate) fn folder(run: &Run, host: Host) -> PathBuf {
 
 /// Starts the libvirtd of a host, which does not have these mounts, and returns when it responds.
 pub async fn start(ui: &Ui, run: &Run, host: Host, hidden: &[PathBuf]) -> Result<()> {
-    let group = ensure_account(ui).await?;
+    let group = account::ensure(ui).await?;
     let own = folder(run, host);
     let mut binds: Vec<(&str, PathBuf)> = PRIVATE.map(|(host, name)| (host, own.join(name))).to_vec();
     // QEMU's capabilities are the same for every run, and take seconds to probe.
@@ -141,35 +137,6 @@ fn show_only(stage: &Path, closed: &Path, shown: &BTreeSet<&Path>) -> Result<Str
     }
     script.push_str(&format!("mount --rbind '{stage}' '{}'\n", closed.display()));
     Ok(script)
-}
-
-/// Creates the account of QEMU unless it exists; returns the group to run it with.
-async fn ensure_account(ui: &Ui) -> Result<&'static str> {
-    let missing = async |database: &str, name: &str| {
-        run_helper(&mut command("getent", [database, name])).await.is_err()
-    };
-    let mut commands: Vec<Vec<&str>> = Vec::new();
-    if missing("group", ACCOUNT).await {
-        commands.push(vec!["groupadd", "--system", ACCOUNT]);
-    }
-    if missing("passwd", ACCOUNT).await {
-        let shell = "/usr/sbin/nologin";
-        commands.push(vec![
-            "useradd",
-            "--system",
-            "--no-create-home",
-            "--gid",
-            ACCOUNT,
-            "--shell",
-            shell,
-            ACCOUNT,
-        ]);
-    }
-    for words in commands {
-        ui.line(format!("libvirt needs the account {ACCOUNT}; running: {}", words.join(" ")));
-        run_helper(&mut command(words[0], &words[1..])).await?;
-    }
-    Ok(if missing("group", KVM_GROUP).await { ACCOUNT } else { KVM_GROUP })
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Virtual machines under libvirt that join a guest cluster as nodes.
 
 mod accel;
+pub(crate) mod account;
 pub mod libvirtd;
 pub mod network;
 mod nodes;

@@ -66,10 +66,12 @@ pub(super) const LONG: [&str; 10] = [
     "right_removal",
 ];
 
-/// Tests that take about a minute or longer, and whose modules have shorter ones that show the usual case.
-pub(super) const LONG_TESTS: [&str; 28] = [
+/// Tests that take about a minute or longer, or need Prometheus, which takes long to build, and whose modules have shorter
+/// ones that show the usual case.
+pub(super) const LONG_TESTS: [&str; 29] = [
     "access_modes::pods_on_two_vms_read_one_prefilled_volume",
     "alerts::prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard",
+    "alerts::rules_pass_promtool_and_their_unit_tests",
     "clone::an_xfs_volume_and_its_clone_are_mounted_on_one_vm",
     "credentials::a_guests_token_is_renewed_without_a_restart_and_dies_by_a_rotation",
     "credentials::a_token_that_expired_during_a_long_stop_heals_by_a_rotation",

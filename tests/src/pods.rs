@@ -32,7 +32,7 @@ pub const GONE: Duration = Duration::from_secs(400);
 pub const IMAGE: &str = "localhost/busybox:1";
 
 /// Limits the number of tests that use the VMs at once, because the VMs are small.
-static SLOTS: Semaphore = Semaphore::const_new(2);
+static SLOTS: Semaphore = Semaphore::const_new(3);
 /// Alternates the VM on which tests start.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 

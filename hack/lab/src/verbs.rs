@@ -71,14 +71,10 @@ pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode
 /// Arguments of cargo that run the black-box tests, built like the unit tests with the features of the whole workspace.
 pub(crate) const BLACKBOX_TESTS: [&str; 4] = ["test", "--workspace", "--test", "blackbox"];
 
-/// Black-box tests of one program at the same time: they mostly wait for the lab.
-const BLACKBOX_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "4");
-
 /// Cargo with the black-box tests whose names contain one of these texts, in a lab.
 pub(crate) fn blackbox_tests<S: AsRef<OsStr>>(lab: &Lab, filters: &[S]) -> Command {
     let mut command = cargo();
-    let (threads, count) = BLACKBOX_THREADS;
-    command.args(BLACKBOX_TESTS).arg("--").args(filters).env("NESTOR_LAB", lab.dir()).env(threads, count);
+    command.args(BLACKBOX_TESTS).arg("--").args(filters).env("NESTOR_LAB", lab.dir());
     command
 }
 

@@ -12,7 +12,7 @@ use crate::demo::demo;
 use crate::down::down;
 use crate::host::Host;
 use crate::kubevirt::VmManager;
-use crate::lab::Lab;
+use crate::lab::{CONSOLE, Lab};
 use crate::run::Run;
 use crate::sanity::{Tier, sanity};
 use crate::session::{After, interrupted, with_any_lab, with_lab};
@@ -153,7 +153,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
         Verb::Restart { components } => restart(run, &components).await,
         Verb::Migrate { vm, host } => migrate(run, &vm, &host).await,
-        Verb::Console => console(run).await,
+        Verb::Console => console(&ui, run).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
         Verb::Demo { keep, deployed, kubernetes, engine, vm_manager } => {
             let options = UpOptions { deployed, kubernetes, engine, vm_manager, ..UpOptions::default() };
@@ -206,8 +206,10 @@ async fn migrate(run: Run, vm: &str, host: &str) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn console(run: Run) -> Result<ExitCode> {
-    say(Lab::open(run)?.console().await?);
+async fn console(ui: &Ui, run: Run) -> Result<ExitCode> {
+    let lab = Lab::open(run)?;
+    cache::cargo::build_more(ui, &lab.state().binaries, CONSOLE).await?;
+    say(lab.console().await?);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -267,7 +269,12 @@ async fn run_bench(ui: &Ui, run: &Run, bench: &str, args: &[String]) -> Result<E
         return verbs::bench(None, bench, args).await;
     }
     let options = bench_options(args);
-    let work = async |lab: &Lab| verbs::bench(Some(lab), bench, args).await;
+    let work = async |lab: &Lab| {
+        if ["trace", "all"].contains(&bench) {
+            cache::cargo::build_more(ui, &lab.state().binaries, "kubectl-nestor").await?;
+        }
+        verbs::bench(Some(lab), bench, args).await
+    };
     with_any_lab(ui, run, "bench", &options, work).await
 }
 

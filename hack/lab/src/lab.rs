@@ -12,7 +12,7 @@ use crate::state::{Cluster, Component, Guest, Infra, State};
 use crate::{drivers, infra, kubeconfig, ports, vm};
 
 /// The component that [`Lab::console`] starts.
-const CONSOLE: &str = "nestor-console";
+pub(crate) const CONSOLE: &str = "nestor-console";
 
 /// A running lab.
 #[derive(Debug, Clone)]

@@ -170,11 +170,7 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
             Engine::File => cache::packages::ensure(ui).await?,
             Engine::Rbd => cache::packages::ensure_ceph(ui).await?,
         }
-        futures::try_join!(
-            cache::snapshot_definitions(),
-            cache::debian_root(ui),
-            cache::cargo::build(ui, options.release),
-        )
+        futures::try_join!(cache::snapshot_definitions(), cache::debian_root(ui), build(ui, options),)
     };
     // Go needs no packages of Debian, and neither Go nor Rust keeps two cores busy all the time.
     let (tools, (snapshot_definitions, debian, binaries)) =
@@ -204,6 +200,14 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     let binaries = installed.binaries.clone();
     let deployment = Some(Deployment { helm: cache::helm(ui).await?, installed, current });
     Ok(Built { binaries, deployment, ..built })
+}
+
+async fn build(ui: &Ui, options: &UpOptions) -> Result<PathBuf> {
+    let libvirt = options.vm_manager == VmManager::Libvirt;
+    if options.vms == 0 && libvirt && !options.deployed && !options.cluster_api {
+        return cache::cargo::build_without_vms(ui, options.release).await;
+    }
+    cache::cargo::build(ui, options.release).await
 }
 
 fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {

@@ -24,6 +24,9 @@ const CRATES: [&str; 8] = [
     "kubectl-nestor",
 ];
 
+/// Those of a lab without virtual machines. Each release build of a program takes minutes.
+const WITHOUT_VMS: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+
 /// The crate with the features of the lab's dependencies: the lab depends on it, the programs do not.
 const FEATURE_UNION: &str = "feature-union";
 
@@ -44,10 +47,24 @@ pub(crate) async fn tool_with(ui: &Ui, name: &str, version: &str, more: &[&str])
 
 /// Builds Nestor's programs and returns their folder.
 pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
-    if release {
-        return build_in(ui, &repository(), &CRATES, &target_dir()?, true).await;
+    if release { build_release(ui, &CRATES).await } else { build_debug(ui, &CRATES).await }
+}
+
+/// The same for a lab without virtual machines. [`build_more`] builds what is missing.
+pub(crate) async fn build_without_vms(ui: &Ui, release: bool) -> Result<PathBuf> {
+    if release { build_release(ui, &WITHOUT_VMS).await } else { build_debug(ui, &CRATES).await }
+}
+
+/// Builds a program into the folder with the programs of a lab, if that lab was started without it.
+pub(crate) async fn build_more(ui: &Ui, binaries: &Path, program: &str) -> Result<()> {
+    if *binaries == target_dir()?.join(profile(true)) {
+        build_release(ui, &[program]).await?;
     }
-    build_debug(ui, &CRATES).await
+    Ok(())
+}
+
+async fn build_release(ui: &Ui, crates: &[&str]) -> Result<PathBuf> {
+    build_in(ui, &repository(), crates, &target_dir()?, true).await
 }
 
 /// Builds crates of this repository so that they share the dependencies that are compiled for the lab.
@@ -58,7 +75,7 @@ pub(crate) async fn build_debug(ui: &Ui, crates: &[&str]) -> Result<PathBuf> {
 
 /// Builds storage-infra with the release profile.
 pub(crate) async fn build_storage_infra(ui: &Ui) -> Result<PathBuf> {
-    build_in(ui, &repository(), &["storage-infra"], &target_dir()?, true).await
+    build_release(ui, &["storage-infra"]).await
 }
 
 /// Builds the lab's own CSI driver and returns its program.

@@ -170,7 +170,7 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
             Engine::File => cache::packages::ensure(ui).await?,
             Engine::Rbd => cache::packages::ensure_ceph(ui).await?,
         }
-        futures::try_join!(cache::snapshot_definitions(), cache::debian_root(ui), build(ui, options),)
+        futures::try_join!(cache::snapshot_definitions(), cache::debian_root(ui), build(ui, options))
     };
     // Go needs no packages of Debian, and neither Go nor Rust keeps two cores busy all the time.
     let (tools, (snapshot_definitions, debian, binaries)) =
@@ -202,6 +202,7 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     Ok(Built { binaries, deployment, ..built })
 }
 
+/// Builds the programs that the lab runs.
 async fn build(ui: &Ui, options: &UpOptions) -> Result<PathBuf> {
     let libvirt = options.vm_manager == VmManager::Libvirt;
     if options.vms == 0 && libvirt && !options.deployed && !options.cluster_api {

@@ -50,7 +50,7 @@ pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     if release { build_release(ui, &CRATES).await } else { build_debug(ui, &CRATES).await }
 }
 
-/// The same for a lab without virtual machines. [`build_more`] builds what is missing.
+/// The same for a lab without virtual machines: of the release, only the programs that it runs. [`build_more`] builds others.
 pub(crate) async fn build_without_vms(ui: &Ui, release: bool) -> Result<PathBuf> {
     if release { build_release(ui, &WITHOUT_VMS).await } else { build_debug(ui, &CRATES).await }
 }

@@ -58,7 +58,8 @@ pub(crate) async fn build_without_vms(ui: &Ui, release: bool) -> Result<PathBuf>
 /// Builds a program into the folder with the programs of a lab, if that lab was started without it.
 pub(crate) async fn build_more(ui: &Ui, binaries: &Path, program: &str) -> Result<()> {
     if *binaries == target_dir()?.join(profile(true)) {
-        build_release(ui, &[program]).await?;
+        // With the others, because the features of the dependencies, which are compiled already, are those of all crates.
+        build_release(ui, &[&WITHOUT_VMS[..], &[program]].concat()).await?;
     }
     Ok(())
 }

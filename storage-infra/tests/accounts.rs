@@ -1,12 +1,9 @@
 //! Clients whose certificate is for one account: what exists for them, what they may do, and that nothing else shows. Runs as
 //! root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 
+use crate::support::*;
 use infra_api::{
     Account, Client, ClientError, ClientOptions, Health, List, Owner, Problem, ProblemCode, SnapshotSpec,
     TAKEN_BY_LABEL, Volume, VolumeSpec,
@@ -14,7 +11,6 @@ use infra_api::{
 use rcgen::{CertificateParams, DistinguishedName, DnType, Issuer, KeyPair};
 use reqwest::Method;
 use serde::de::DeserializeOwned;
-use support::*;
 use uuid::Uuid;
 
 fn account(name: &str) -> Account {

@@ -1,20 +1,16 @@
 //! Adoptions and releases, against the real server with real loop devices, on filesystems with and without reflink. Runs
 //! as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use crate::support::*;
 use infra_api::{
     Account, Adoption, BudgetSpec, ClientError, Owner, PoolName, PoolSpec, ProblemCode, Qos, Release,
     VolumeSource, VolumeState,
 };
-use support::*;
 use uuid::Uuid;
 
 const DATA: &[u8] = b"data of another storage system";

@@ -1,16 +1,12 @@
 //! Attachments against the real server with real loop devices. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::time::Duration;
 
+use crate::support::*;
 use infra_api::{AttachmentState, ObjectKind, ProblemCode, VolumeSize, VolumeSpec};
-use support::*;
 use uuid::Uuid;
 
 fn sectors(link: &std::path::Path) -> u64 {

@@ -1,16 +1,12 @@
 //! Backups of the catalog: by schedule and on demand while the server runs, and their restoration. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::support::*;
 use infra_api::{Attachment, ProblemCode, Volume};
-use support::*;
 use uuid::Uuid;
 
 /// A site whose server backs up its catalog every second to the directory `backups`, and keeps two backups.

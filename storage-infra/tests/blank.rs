@@ -1,14 +1,10 @@
 //! Blank attestation of disks, against the real server with real loop devices. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 
+use crate::support::*;
 use infra_api::Attachment;
-use support::*;
 use uuid::Uuid;
 
 /// Attaches a volume writable under this attachment ID.

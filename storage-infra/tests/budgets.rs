@@ -1,15 +1,11 @@
 //! Budgets: refusals with numbers that reserve nothing, what counts, and changes of the owner. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
+use crate::support::*;
 use futures::future::join_all;
 use infra_api::{
     Account, BudgetLimit, BudgetSpec, ClassLimits, ClientError, Owner, ProblemCode, SnapshotSpec, VolumeSize,
     VolumeSpec,
 };
-use support::*;
 
 fn account(name: &str) -> Account {
     Account::new(name).unwrap()

@@ -1,17 +1,13 @@
 //! Volume conditions: the server reports unavailable data and its return. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use infra_api::{Change, ClientError, Event, EventKind, VolumeId};
-use support::*;
 use uuid::Uuid;
 
 /// The monitor checks every two seconds; the rest is for a busy host.

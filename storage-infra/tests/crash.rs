@@ -2,20 +2,15 @@
 //! Afterwards the requested objects exist exactly once and no data is lost. The fail points are recorded from a run
 //! of the operation, so that new ones are tested automatically. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "the number of crashes is printed")]
-
-mod support;
-
 use std::collections::HashMap;
 use std::fs;
 use std::path::PathBuf;
 
+use crate::support::*;
 use infra_api::{
     Attachment, AttachmentId, ClientError, MoveSpec, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId,
     Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
-use support::*;
 use uuid::Uuid;
 
 const BYTES: &[u8] = b"every acknowledged byte";

@@ -1,18 +1,14 @@
 //! `pool discover` and `pool init` with loop devices: a blank disk becomes a pool, and a disk with anything on it is refused
 //! and not written to. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use crate::support::*;
 use infra_api::{PoolName, ZONE_LABEL};
-use support::*;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

@@ -1,14 +1,10 @@
 //! Forced detach of disks of stalled or powered-off VMs, with real loop devices and simulated power states. Runs as
 //! root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::time::Duration;
 
+use crate::support::*;
 use infra_api::{NodeState, ProblemCode};
-use support::*;
 use uuid::Uuid;
 
 /// More than the time until a VM that keeps its disk is powered off.

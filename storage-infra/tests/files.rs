@@ -2,16 +2,12 @@
 //! outdated. Runs with the real server, real filesystems, a real libvirtd and real QEMU domains without a boot disk.
 //! Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
+use crate::support::libvirtd::{HOST, Libvirtd};
+use crate::support::*;
 use infra_api::ProblemCode;
-use support::libvirtd::Libvirtd;
-use support::*;
 use uuid::Uuid;
 
 /// A site with two domains of its own libvirtd.
@@ -204,7 +200,7 @@ async fn a_file_is_kept_while_a_hypervisor_cannot_report_its_disks() {
     assert_eq!(refused.code(), Some(ProblemCode::Unavailable), "{refused}");
     assert!(refused.to_string().contains("hypervisor here"), "{refused}");
     assert!(site.file(&id).exists());
-    libvirt.restart(support::libvirtd::HOST);
+    libvirt.restart(HOST);
     // The deletion was started and is not forgotten.
     until("the volume is gone", async || server.client.get_volume(&id).await.unwrap().is_none()).await;
     assert!(!site.file(&id).exists());

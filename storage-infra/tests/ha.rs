@@ -1,18 +1,13 @@
 //! Two servers on one PostgreSQL database: one is active. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "tests show what they measured")]
-
-mod support;
-
 use std::fs;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use futures::future::join_all;
 use infra_api::{Client, ClientOptions, Labels, NodeSpec, ProblemCode, Role};
-use support::*;
 use test_postgres::Cluster;
 use uuid::Uuid;
 

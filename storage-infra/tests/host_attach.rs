@@ -1,18 +1,14 @@
 //! Volumes on this host for pods of the management cluster: the hypervisor kind `host` of the real server, with real loop
 //! devices. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::support::*;
 use host_links::{DeviceRecord, HostLinks};
 use infra_api::{AttachmentState, Labels, NodeSpec, NodeState, ProblemCode, VolumeSize};
-use support::*;
 use uuid::Uuid;
 
 /// Directory of the links of a site.

@@ -1,20 +1,16 @@
 //! Hosts: disks are attached only where the host reaches the pool, and a VM that migrates keeps its attachments. Runs with the
 //! real server, two real libvirt daemons, QEMU domains without a boot disk, and real live migrations. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 
+use crate::support::libvirtd::{HOST, Libvirtd, Tls};
+use crate::support::*;
 use infra_api::{
     AttachmentState, CapacityQuery, Labels, MoveSpec, NodeSpec, Placement, PoolHosts, PoolName, PoolSpec,
     ProblemCode, Rejection, VolumeId, VolumeSize, VolumeSpec,
 };
-use support::libvirtd::{HOST, Libvirtd, Tls};
-use support::*;
 use uuid::Uuid;
 
 /// Two hosts, `here` and `there`, in the zones `z-here` and `z-there`. Each has a pool of its own, and both reach the pool

@@ -1,21 +1,16 @@
 //! Moves of volumes between pools: detached, and attached to real QEMU domains without a boot disk that write meanwhile. After a
 //! crash at every step there is one file, it has all data, the catalog names it, and the domain uses it. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "the number of crashes is printed")]
-
-mod support;
-
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
+use crate::support::libvirtd::Libvirtd;
+use crate::support::*;
 use infra_api::{
     AttachmentSpec, ClientError, Drain, DrainSpec, Labels, MovePhase, MoveSpec, PoolName, PoolSpec,
     ProblemCode, Rejection, Volume, VolumeSize, VolumeSpec, ZONE_LABEL,
 };
-use support::libvirtd::Libvirtd;
-use support::*;
 use uuid::Uuid;
 
 const SIZE: u64 = 8 * MIB;

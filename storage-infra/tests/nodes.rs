@@ -1,15 +1,11 @@
 //! Registration of nodes without the name of a hypervisor: the server finds the virtual machine by its UUID. Runs with
 //! the real server, two real libvirt daemons and QEMU domains without a boot disk. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 
+use crate::support::libvirtd::Libvirtd;
+use crate::support::*;
 use infra_api::{Client, ClientOptions, EventKind, Labels, Node, NodeSpec, NodeState, ProblemCode, Role};
-use support::libvirtd::Libvirtd;
-use support::*;
 use uuid::Uuid;
 
 /// A site with the loop hypervisor `here`, and the simulated one `there` in a zone.

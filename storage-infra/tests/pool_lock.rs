@@ -1,15 +1,11 @@
 //! Pool lock: a second server with another data directory does not touch a pool while the first server runs. Runs as
 //! root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::process::Command;
 
+use crate::support::*;
 use infra_api::{EngineKind, Labels, PoolName, PoolSpec, ProblemCode};
-use support::*;
 use uuid::Uuid;
 
 /// Copies the data directory, as in a recovery on another host.

@@ -1,17 +1,13 @@
 //! Full, read-only and missing pools and data directories: error messages, cleanup, and automatic recovery once the
 //! cause is gone. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crate::support::*;
 use infra_api::{PoolName, PoolSpec, ProblemCode, Rejection, VolumeSize, VolumeState};
-use support::*;
 use uuid::Uuid;
 
 const EXT4: &[&str] = &["mkfs.ext4", "-q", "-F"];
@@ -207,7 +203,7 @@ async fn a_pool_that_is_not_mounted_at_start_is_not_written_and_recovers_when_mo
     let server = site.start();
     let health = server.client.health().await.unwrap();
     assert_eq!((health.healthy, health.pools_healthy, health.pools_total), (false, 0, 1));
-    let pool = server.client.get_pool(&support::pool()).await.unwrap().unwrap();
+    let pool = server.client.get_pool(&pool()).await.unwrap().unwrap();
     assert!(pool.message.unwrap().contains("mount the pool's filesystem"));
     let unhealthy = server.client.get_volume(&id).await.unwrap().unwrap().condition;
     assert!(!unhealthy.healthy && unhealthy.message.unwrap().contains("mount the pool's filesystem"));

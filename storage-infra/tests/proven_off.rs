@@ -1,15 +1,11 @@
 //! Proof of detachment: a VM's disk is free only when it is proven that the VM cannot write to it. Runs with the real
 //! server, a real libvirtd and real QEMU domains without a boot disk. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::time::Duration;
 
+use crate::support::libvirtd::{HOST, Libvirtd, processes};
+use crate::support::*;
 use infra_api::{NodeState, ProblemCode};
-use support::libvirtd::{HOST, Libvirtd, processes};
-use support::*;
 use uuid::Uuid;
 
 const SHORT: Duration = Duration::from_secs(2);

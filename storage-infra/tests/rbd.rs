@@ -1,25 +1,17 @@
 //! Pools in a real Ceph cluster, with a real libvirtd and real QEMU domains without a boot disk. Runs as root, with
 //! Ceph's programs installed: `cargo lab test --only ceph`.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "crashes are printed")]
-
-mod support;
-
-/// Data that goes into and out of a pool.
-mod rbd {
-    mod adopt;
-    mod crash;
-    mod data;
-    mod moves;
-}
+mod adopt;
+mod crash;
+mod data;
+mod moves;
 
 use std::time::Duration;
 
+use crate::support::ceph::Ceph;
+use crate::support::libvirtd::{Libvirtd, processes};
+use crate::support::*;
 use infra_api::{CephPool, EngineKind, Labels, NodeSpec, PoolName, ProblemCode, Qos, VolumeId, VolumeSize};
-use support::ceph::Ceph;
-use support::libvirtd::{Libvirtd, processes};
-use support::*;
 use uuid::Uuid;
 
 /// More than the time until a VM that keeps its disk is powered off.

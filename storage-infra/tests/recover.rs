@@ -1,16 +1,12 @@
 //! Damaged, lost and outdated catalogs: the server refuses harmful operations, and `recover` rebuilds the catalog
 //! from the pools. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use crate::support::*;
 use infra_api::{Account, Attachment, Owner, ProblemCode, Qos, Snapshot, Volume, VolumeSize, VolumeState};
-use support::*;
 use uuid::Uuid;
 
 /// All objects of a server, without measured values of pools.

@@ -1,14 +1,12 @@
 //! The server as a process: client certificates, health, events, shutdown, and the command line.
 
-mod support;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
+use crate::support::*;
 use futures::StreamExt;
 use infra_api::{Change, Client, ClientError, ClientOptions, EventKind, PoolName, ProblemCode, Role};
-use support::*;
 
 #[tokio::test]
 async fn only_clients_with_a_certificate_of_our_ca_are_accepted() {

@@ -1,14 +1,10 @@
 //! Snapshots and volumes with a source, against the real server with real filesystems. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::time::Duration;
 
+use crate::support::*;
 use infra_api::{ObjectKind, PoolName, ProblemCode, VolumeSize, VolumeState};
-use support::*;
 use uuid::Uuid;
 
 /// Wait of a call that reports the progress of a blocked copy.

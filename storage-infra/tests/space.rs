@@ -1,12 +1,8 @@
 //! Failed requests do not reserve space: a request that cannot be stored is refused before the reservation, and a
 //! later failure is rolled back, also after a restart. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
+use crate::support::*;
 use infra_api::{Labels, Placement, ProblemCode, VolumeSize, VolumeSpec, VolumeState, ZONE_LABEL};
-use support::*;
 
 const GIB: u64 = 1 << 30;
 /// A filesystem with a maximum file size of about 16 GiB.

@@ -1,15 +1,11 @@
 //! Suspended volumes and pools: nobody uses them, and the virtual machines that have their disks stop. Runs with the real
 //! server, a real libvirtd and real QEMU domains without a boot disk. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
+use crate::support::libvirtd::Libvirtd;
+use crate::support::*;
 use infra_api::{
     AttachmentState, ClientError, ConditionCause, ProblemCode, Rejection, SuspensionSpec, Volume, VolumeSize,
 };
-use support::libvirtd::Libvirtd;
-use support::*;
 use uuid::Uuid;
 
 fn suspension(pause_nodes: bool) -> SuspensionSpec {

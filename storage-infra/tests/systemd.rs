@@ -1,14 +1,10 @@
 //! Messages to systemd: the server says when it is ready, reloads and stops, and pings only while its catalog answers.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::os::unix::net::UnixDatagram;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::*;
+use crate::support::*;
 
 /// The watchdog's timeout; three pings are sent in this time.
 const WATCHDOG: Duration = Duration::from_millis(600);

@@ -1,20 +1,16 @@
 //! Exports and imports, against the real server with real loop devices. Runs as root.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
-mod support;
-
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use crate::support::*;
 use futures::StreamExt;
 use infra_api::{
     Account, Attachment, BudgetSpec, Client, ClientError, Owner, ProblemCode, VolumeSize, VolumeSource,
     VolumeState,
 };
-use support::*;
 use uuid::Uuid;
 
 /// Runs a client command of the program; returns whether it succeeded, and its output.

@@ -1,15 +1,13 @@
 //! Pools and volumes against the real server.
 
-mod support;
-
 use std::collections::HashSet;
 use std::fs;
 
+use crate::support::*;
 use infra_api::{
     AntiAffinity, CapacityQuery, Placement, PoolName, ProblemCode, Qos, Rejection, VolumeSize, VolumeState,
     ZONE_LABEL,
 };
-use support::*;
 
 #[tokio::test]
 async fn a_volume_is_created_once_expanded_and_deleted_with_its_bytes() {

@@ -2,9 +2,9 @@
 
 use infra_api::{Adoption, Owner, PoolName, ProblemCode, Qos, Release};
 
+use super::{ONE_AT_A_TIME, Plugged, images};
 use crate::support::ceph::Ceph;
 use crate::support::*;
-use crate::{ONE_AT_A_TIME, Plugged, images};
 
 /// An adoption of an image of the Ceph pool `vms`.
 pub(super) fn adoption(image: &str) -> Adoption {

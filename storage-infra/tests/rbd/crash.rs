@@ -6,9 +6,9 @@ use infra_api::{ClientError, MoveSpec, Volume, VolumeSource, VolumeState};
 
 use super::adopt::{adoption, create_image, release};
 use super::data::{add_files, exported, in_pool, named};
+use super::{ONE_AT_A_TIME, images};
 use crate::support::ceph::Ceph;
 use crate::support::*;
-use crate::{ONE_AT_A_TIME, images};
 
 /// Crashes the server at each step of an operation that succeeds without a crash, and repeats the operation.
 async fn crash_at_each_step(

@@ -8,9 +8,9 @@ use infra_api::{
 };
 
 use super::adopt::adoption;
+use super::{ONE_AT_A_TIME, images};
 use crate::support::ceph::Ceph;
 use crate::support::*;
-use crate::{ONE_AT_A_TIME, images};
 
 pub(super) fn named(pool: &str) -> PoolName {
     PoolName::new(pool).unwrap()

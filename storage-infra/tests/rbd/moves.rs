@@ -3,8 +3,8 @@
 use infra_api::{DrainSpec, Move, MoveSpec, ProblemCode, Volume, VolumeId};
 
 use super::data::{add_files, in_pool, named};
+use super::{ONE_AT_A_TIME, Plugged, images};
 use crate::support::*;
-use crate::{ONE_AT_A_TIME, Plugged, images};
 
 impl Plugged {
     async fn begin(&self, id: &VolumeId, to: &str, rate: Option<u64>) {

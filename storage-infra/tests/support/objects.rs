@@ -1,8 +1,8 @@
 //! Names and requests of tests.
 
 use infra_api::{
-    Access, Account, AttachmentId, AttachmentSpec, Labels, Owner, Placement, PoolName, Qos, SnapshotId,
-    SnapshotSpec, VolumeId, VolumeSource, VolumeSpec,
+    Access, Account, AttachmentId, AttachmentSpec, Labels, PoolName, SnapshotId, SnapshotSpec, VolumeId,
+    VolumeSource, VolumeSpec,
 };
 use uuid::Uuid;
 

@@ -15,7 +15,8 @@ use crate::verbs::BLACKBOX_TESTS;
 const LONG_SOAK_MINUTES: u64 = 20;
 
 /// Unit tests. They are built with the features of the whole workspace, like the black-box tests, so that nothing is built
-/// twice. All programs run, also after one has failed.
+/// twice. All programs run, also after one has failed. The documentation contains no tests: rustdoc does not look for them
+/// with `--tests`.
 const UNIT_TESTS: [&str; 3] = ["test", "--workspace", "--no-fail-fast"];
 
 /// Tests of one program at the same time in the step `unit`: those of storage-infra mostly wait.
@@ -204,12 +205,14 @@ fn without_lab() -> Vec<Step> {
         let options = ["--features", CEPH_TESTS, "--", "-D", "warnings"];
         cargo(&[&["clippy", "--workspace"], targets, &options].concat())
     };
-    let ceph = ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "rbd"].to_vec();
+    let ceph =
+        ["test", "-p", "storage-infra", "--features", CEPH_TESTS, "--test", "server", "rbd::"].to_vec();
     let model = Work::Cargo {
         args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(),
         env: vec![MODEL_TRANSITIONS],
     };
-    let fuzz = Work::Cargo { args: [&UNIT_TESTS[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
+    let unit = [&UNIT_TESTS[..], &["--tests"]].concat();
+    let fuzz = Work::Cargo { args: [&unit[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
         step("fmt", Set::Quick, "formatting", Work::Fmt),
         step("machete", Set::All, "unused dependencies (cargo-machete)", Work::Machete),
@@ -219,12 +222,7 @@ fn without_lab() -> Vec<Step> {
         step("clippy", Set::Quick, "lints", clippy(&["--all-targets"])),
         step("clippy-blackbox", Set::Quick, "lints of the black-box tests", clippy(&["--test", "blackbox"])),
         step("doc", Set::All, "documentation of the code", cargo(&["doc", "--workspace", "--no-deps"])),
-        step(
-            "unit",
-            Set::Quick,
-            "unit tests",
-            Work::Cargo { args: UNIT_TESTS.to_vec(), env: vec![UNIT_THREADS] },
-        ),
+        step("unit", Set::Quick, "unit tests", Work::Cargo { args: unit, env: vec![UNIT_THREADS] }),
         step(
             BLACKBOX_BUILD,
             Set::Quick,

@@ -1,22 +1,18 @@
 //! Requests that are derived from the OpenAPI document, valid and invalid: each response is documented, no error is the
 //! server's, and afterwards the server works and its catalog is consistent.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 mod operation;
 mod response;
 mod schema;
-#[path = "../support/mod.rs"]
-mod support;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::support::*;
 use infra_api::{Labels, NodeSpec, VolumeState};
 use operation::{Operation, operations};
 use reqwest::{Certificate, Identity, StatusCode};
 use serde_json::Value;
-use support::*;
 use uuid::Uuid;
 
 /// Random inputs per target of `fuzz-kit` for each request per operation here, because a request takes longer.

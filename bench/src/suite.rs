@@ -23,8 +23,8 @@ macro_rules! without_limits {
     };
 }
 
-const CREATE: &str = "create --count 20 --bursts 30,100 --rounds 2";
-const ATTACH: &str = without_limits!("attach --count 30 --rounds 2 --reported 100 --attached 0,30,60,120");
+const CREATE: &str = "create --count 50 --bursts 30,100 --rounds 3";
+const ATTACH: &str = without_limits!("attach --count 60 --rounds 3 --reported 100 --attached 0,30,60,120");
 
 /// A command, and what the table shows of its results.
 #[derive(Debug)]
@@ -45,14 +45,17 @@ const fn step(command: &'static str, cases: &'static [(&'static str, &'static st
 pub const STEPS: &[Step] = &[
     step(CREATE, &[("one", "one at a time"), ("burst30", "30 at once"), ("burst100", "100 at once")]),
     step(
-        "create --split-cpus --count 10 --bursts 100",
+        "create --split-cpus --count 20 --bursts 100 --rounds 2",
         &[("one", "one at a time, each tier on one core"), ("burst100", "100 at once, the same")],
     ),
     step(
-        "create --backend instant --count 10 --bursts 100",
+        "create --backend instant --count 20 --bursts 100 --rounds 2",
         &[("one", "one at a time"), ("burst100", "100 at once")],
     ),
-    step("delete --count 10 --bursts 100", &[("one", "one at a time"), ("burst100", "100 at once")]),
+    step(
+        "delete --count 20 --bursts 100 --rounds 2",
+        &[("one", "one at a time"), ("burst100", "100 at once")],
+    ),
     step(
         ATTACH,
         &[
@@ -69,25 +72,30 @@ pub const STEPS: &[Step] = &[
         ],
     ),
     step(
-        without_limits!("detach --count 20 --rounds 2"),
+        without_limits!("detach --count 30 --rounds 3"),
         &[("one", "one at a time"), ("burst30", "30 at once on one VM")],
     ),
-    step("snapshot --count 10", &[("one", "one at a time")]),
-    step("clone --count 10", &[("one", "one at a time")]),
+    step("snapshot --count 15", &[("one", "one at a time")]),
+    step("clone --count 15", &[("one", "one at a time")]),
     step(
-        without_limits!("lifecycle --count 10 --bursts 10 --rounds 2 --before 0,2000"),
+        without_limits!("lifecycle --count 10 --bursts 10 --rounds 2 --before 0,2000,10000"),
         &[
             ("one after 0", "one at a time"),
             ("burst10 after 0", "10 at once"),
             ("one after 2000", "one at a time, after 2,000 claims came and went"),
             ("burst10 after 2000", "10 at once, the same"),
+            ("one after 10000", "one at a time, after 10,000 claims came and went"),
+            ("burst10 after 10000", "10 at once, the same"),
         ],
     ),
     Step {
         metric: "all bound",
-        ..step("burst --bursts 300", &[("burst300", "300 claims at once until all are Bound")])
+        ..step("burst --bursts 1000", &[("burst1000", "1,000 claims at once until all are Bound")])
     },
-    Step { metric: "all gone", ..step("burst --bursts 300", &[("burst300", "the same until all are gone")]) },
+    Step {
+        metric: "all gone",
+        ..step("burst --bursts 1000", &[("burst1000", "the same until all are gone")])
+    },
     // Flags of Kubernetes' components at their defaults.
     step(
         "create --count 8 --bursts 30 --set g1-provisioner:kube-api-qps=5 --set g1-provisioner:kube-api-burst=10",
@@ -201,7 +209,7 @@ mod tests {
         let lines = step.lines(&rows).unwrap();
         assert_eq!(
             lines,
-            "| `delete --count 10 --bursts 100` | one at a time | 50.0 ms | 100 ms | 200 ms | 25.0 ms | 2.00 | 85 % |\n\
+            "| `delete --count 20 --bursts 100 --rounds 2` | one at a time | 50.0 ms | 100 ms | 200 ms | 25.0 ms | 2.00 | 85 % |\n\
              |  | 100 at once | 2.50 s | – | – | 1.25 s | 2.00 | – |\n"
         );
         let page = format!("a\n{BEGIN}\nold\n{END}\nb\n");

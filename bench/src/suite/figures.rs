@@ -61,6 +61,10 @@ pub const FIGURES: &[Figures] = &[
             "vm-operator-shim rss",
             "storage-infra rss",
             "storage-infra rss after a restart",
+            "g1-provisioner rss",
+            "g1-attacher rss",
+            "g1-resizer rss",
+            "g1-snapshotter rss",
         ],
     },
     Figures {

@@ -68,7 +68,7 @@ pub(super) const LONG: [&str; 10] = [
 
 /// Tests that take about a minute or longer, or need Prometheus, which takes long to build, and whose modules have shorter
 /// ones that show the usual case.
-pub(super) const LONG_TESTS: [&str; 29] = [
+pub(super) const LONG_TESTS: [&str; 32] = [
     "access_modes::pods_on_two_vms_read_one_prefilled_volume",
     "alerts::prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard",
     "alerts::rules_pass_promtool_and_their_unit_tests",
@@ -81,6 +81,7 @@ pub(super) const LONG_TESTS: [&str; 29] = [
     "health::filesystems_that_became_read_only_are_reported_on_the_pod",
     "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
     "node::a_disk_with_a_partition_table_is_never_formatted",
+    "node::a_pod_with_a_read_only_volume_cannot_write",
     "node::a_vm_keeps_nothing_of_a_detached_volume",
     "node::a_volume_belongs_to_the_fs_group_of_the_pod",
     "node::data_on_btrfs_survives_the_pod_and_a_move_to_another_vm",
@@ -88,6 +89,8 @@ pub(super) const LONG_TESTS: [&str; 29] = [
     "node::kubelet_reports_the_usage_of_a_volume",
     "node::mount_options_of_the_class_are_used",
     "node::sub_paths_of_a_volume_are_mounted_separately",
+    "node::the_directory_below_a_mount_has_mode_0",
+    "node::two_pods_on_one_vm_share_a_volume",
     "node_loss::a_pod_moves_from_a_hung_vm_only_after_that_is_powered_off",
     "node_loss::a_pod_moves_from_a_vm_without_network_which_loses_its_disk_while_it_runs",
     "node_loss::automatic::a_pod_of_a_killed_vm_runs_elsewhere_without_a_person",

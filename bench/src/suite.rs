@@ -24,6 +24,8 @@ macro_rules! without_limits {
 }
 
 const CREATE: &str = "create --count 50 --bursts 30,100 --rounds 3";
+const LIFECYCLE: &str = without_limits!("lifecycle --count 10 --bursts 10 --rounds 2 --before 0,2000,10000");
+const BLOCKED: &str = without_limits!("blocked --count 15");
 const ATTACH: &str = without_limits!("attach --count 60 --rounds 3 --reported 100 --attached 0,30,60,120");
 
 /// A command, and what the table shows of its results.
@@ -78,7 +80,7 @@ pub const STEPS: &[Step] = &[
     step("snapshot --count 15", &[("one", "one at a time")]),
     step("clone --count 15", &[("one", "one at a time")]),
     step(
-        without_limits!("lifecycle --count 10 --bursts 10 --rounds 2 --before 0,2000,10000"),
+        LIFECYCLE,
         &[
             ("one after 0", "one at a time"),
             ("burst10 after 0", "10 at once"),
@@ -96,7 +98,11 @@ pub const STEPS: &[Step] = &[
         metric: "all gone",
         ..step("burst --bursts 1000", &[("burst1000", "the same until all are gone")])
     },
-    // Flags of Kubernetes' components at their defaults.
+    // Attaches, detaches and creates elsewhere, while disks wait for a VM that hangs.
+    Step { metric: "attach", ..step(BLOCKED, &[("blocked", "attach while 100 disks wait for another VM")]) },
+    Step { metric: "detach", ..step(BLOCKED, &[("blocked", "detach, the same")]) },
+    Step { metric: "create", ..step(BLOCKED, &[("blocked", "create, the same")]) },
+    // Flags of Kubernetes' components at their defaults, or with other values.
     step(
         "create --count 8 --bursts 30 --set g1-provisioner:kube-api-qps=5 --set g1-provisioner:kube-api-burst=10",
         &[
@@ -105,10 +111,42 @@ pub const STEPS: &[Step] = &[
         ],
     ),
     step(
+        "create --count 8 --bursts 30 --set g1-controller-manager:kube-api-qps=20 --set g1-controller-manager:kube-api-burst=30",
+        &[
+            (
+                "one",
+                "one at a time, the guest's kube-controller-manager with its default of 20 requests per second",
+            ),
+            ("burst30", "30 at once, the same"),
+        ],
+    ),
+    step(
+        "create --count 8 --bursts 30,100 --set g1-provisioner:worker-threads=10 --set mgmt-provisioner:worker-threads=10",
+        &[
+            ("burst30", "30 at once, csi-provisioner with 10 workers in both clusters"),
+            ("burst100", "100 at once, the same"),
+        ],
+    ),
+    step(
         "attach --count 8 --bursts 30 --set g1-attacher:kube-api-qps=5 --set g1-attacher:kube-api-burst=10",
         &[
             ("one", "one at a time, csi-attacher with its default of 5 requests per second"),
             ("burst30", "30 at once, the same"),
+        ],
+    ),
+    step(
+        "retry --count 8 --seconds 45",
+        &[
+            ("claim", "claims that a quota refused for 45 s, after it was raised"),
+            ("attach", "attaches to a VM that hung for 45 s, after that"),
+        ],
+    ),
+    step(
+        "retry --count 8 --seconds 45 --set g1-provisioner:retry-interval-start=1s --set g1-provisioner:retry-interval-max=5m \
+         --set g1-attacher:retry-interval-start=1s --set g1-attacher:retry-interval-max=5m",
+        &[
+            ("claim", "the same claims, with the sidecars' default retry intervals of 1 s to 5 min"),
+            ("attach", "the same attaches, with those intervals"),
         ],
     ),
 ];

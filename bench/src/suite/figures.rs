@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::{ATTACH, CREATE, time};
+use super::{ATTACH, CREATE, LIFECYCLE, time};
 use crate::report::Row;
 
 pub(super) const HEAD: &str = "| command | case | figures |\n| --- | --- | --- |\n";
@@ -23,8 +23,9 @@ pub struct Figures {
 pub const FIGURES: &[Figures] = &[
     Figures { command: CREATE, metrics: OPERATION },
     Figures { command: ATTACH, metrics: OPERATION },
+    Figures { command: LIFECYCLE, metrics: &["gc-csi to management"] },
     Figures {
-        command: "scale --guests 1,5",
+        command: "scale --guests 1,5,20",
         metrics: &[
             "everything attached",
             "moved",

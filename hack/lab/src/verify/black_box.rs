@@ -68,7 +68,7 @@ pub(super) const LONG: [&str; 10] = [
 
 /// Tests that take about a minute or longer, or need Prometheus, which takes long to build, and whose modules have shorter
 /// ones that show the usual case.
-pub(super) const LONG_TESTS: [&str; 32] = [
+pub(super) const LONG_TESTS: [&str; 34] = [
     "access_modes::pods_on_two_vms_read_one_prefilled_volume",
     "alerts::prometheus_scrapes_every_program_and_evaluates_every_rule_and_dashboard",
     "alerts::rules_pass_promtool_and_their_unit_tests",
@@ -77,6 +77,7 @@ pub(super) const LONG_TESTS: [&str; 32] = [
     "credentials::a_token_that_expired_during_a_long_stop_heals_by_a_rotation",
     "credentials::certificates_and_the_ca_are_replaced_under_load_without_a_restart_or_a_failed_call",
     "expand::filesystems_and_devices_are_expanded_in_running_pods_and_between_pods",
+    "export::adopted_files_are_mounted_by_pods_and_nothing_is_formatted",
     "ha::a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation",
     "health::filesystems_that_became_read_only_are_reported_on_the_pod",
     "modify::limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume",
@@ -100,6 +101,7 @@ pub(super) const LONG_TESTS: [&str; 32] = [
     "partition::a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_down",
     "proven_off::a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached",
     "registration::a_driver_that_kubelet_refused_is_registered_later_without_a_restart",
+    "rights::shared::a_shared_volume_is_mounted_without_set_user_id_programs_and_devices",
     "snapshot::a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes",
 ];
 

@@ -25,7 +25,7 @@ pub const FIGURES: &[Figures] = &[
     Figures { command: ATTACH, metrics: OPERATION },
     Figures { command: LIFECYCLE, metrics: &["gc-csi to management"] },
     Figures {
-        command: "scale --guests 1,5,20",
+        command: "scale --guests 1,5",
         metrics: &[
             "everything attached",
             "moved",

@@ -24,8 +24,9 @@ const CRATES: [&str; 8] = [
     "kubectl-nestor",
 ];
 
-/// Those of a lab without virtual machines. Each release build of a program takes minutes.
-const WITHOUT_VMS: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+/// Those of a lab without virtual machines, where csi-sanity and a bench start node plugins. Each release build of a program
+/// takes minutes.
+const WITHOUT_VMS: [&str; 5] = ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
 /// The crate with the features of the lab's dependencies: the lab depends on it, the programs do not.
 const FEATURE_UNION: &str = "feature-union";

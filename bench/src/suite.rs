@@ -151,11 +151,17 @@ pub const STEPS: &[Step] = &[
     ),
 ];
 
+/// The lines of steps with one command, which only the first of them shows.
+fn lines(steps: &[Step], rows: &[Row]) -> Result<String> {
+    let cells: Vec<String> = steps.iter().map(|step| step.cells(rows)).collect::<Result<Vec<_>>>()?.concat();
+    let mut first = format!("| `{}` ", steps[0].command);
+    Ok(cells.into_iter().map(|cells| std::mem::replace(&mut first, "| ".to_owned()) + &cells).collect())
+}
+
 impl Step {
-    /// The rows of the table.
-    fn lines(&self, rows: &[Row]) -> Result<String> {
-        let mut command = format!("`{}`", self.command);
-        let mut lines = String::new();
+    /// The lines of its cases, without their first cell.
+    fn cells(&self, rows: &[Row]) -> Result<Vec<String>> {
+        let mut cells = Vec::new();
         for (case, description) in self.cases {
             let of = |metric: &str| rows.iter().find(|row| row.case == *case && row.metric == metric);
             let row = of(self.metric).with_context(|| format!("{}: no case {case:?}", self.command))?;
@@ -167,10 +173,9 @@ impl Step {
                 1 => format!("{p50} | – | –"),
                 _ => format!("{p50} | {p90} | {max}"),
             };
-            lines += &format!("| {command} | {description} | {times} | {floor} | {ratio} | {load} |\n");
-            command.clear();
+            cells.push(format!("| {description} | {times} | {floor} | {ratio} | {load} |\n"));
         }
-        Ok(lines)
+        Ok(cells)
     }
 }
 
@@ -199,8 +204,9 @@ pub fn commands() -> Vec<&'static str> {
 /// Writes the tables to the page. `rows` returns the results of a command.
 pub fn write(page: &Path, rows: impl Fn(&str) -> Result<Vec<Row>>) -> Result<()> {
     let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
+    let groups = STEPS.chunk_by(|one, next| one.command == next.command);
     let times: Vec<String> =
-        STEPS.iter().map(|step| step.lines(&rows(step.command)?)).collect::<Result<_>>()?;
+        groups.map(|steps| lines(steps, &rows(steps[0].command)?)).collect::<Result<_>>()?;
     let figures: Vec<String> =
         FIGURES.iter().map(|one| one.lines(&rows(one.command)?)).collect::<Result<_>>()?;
     let tables = format!("{HEAD}{}\n{}{}", times.concat(), figures::HEAD, figures.concat());
@@ -244,17 +250,17 @@ mod tests {
             row("one", "host cpu", 1, 85.2),
             row("burst100", "duration", 1, 2500.0),
         ];
-        let lines = step.lines(&rows).unwrap();
+        let lines = super::lines(std::slice::from_ref(step), &rows).unwrap();
         assert_eq!(
             lines,
             "| `delete --count 20 --bursts 100 --rounds 2` | one at a time | 50.0 ms | 100 ms | 200 ms | 25.0 ms | 2.00 | 85 % |\n\
-             |  | 100 at once | 2.50 s | – | – | 1.25 s | 2.00 | – |\n"
+             | | 100 at once | 2.50 s | – | – | 1.25 s | 2.00 | – |\n"
         );
         let page = format!("a\n{BEGIN}\nold\n{END}\nb\n");
         let new = replaced(&page, &lines).unwrap();
         assert_eq!(new, format!("a\n{BEGIN}\n\n{lines}\n{END}\nb\n"));
         assert_eq!(replaced(&new, &lines).unwrap(), new);
         assert!(replaced("a", &lines).is_err());
-        assert!(step.lines(&rows[..2]).unwrap_err().to_string().contains("burst100"));
+        assert!(step.cells(&rows[..2]).unwrap_err().to_string().contains("burst100"));
     }
 }

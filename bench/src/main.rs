@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
@@ -285,8 +285,13 @@ async fn measure(cli: Cli, results: &Path) -> Result<()> {
 
 /// Runs the benches of the suite with these names, or all, and writes the tables.
 async fn run_all(results: &Path, only: &[String]) -> Result<()> {
-    for command in suite::commands() {
-        let cli = parse(command)?;
+    let all: Vec<(&str, Cli)> =
+        suite::commands().into_iter().map(|command| Ok((command, parse(command)?))).collect::<Result<_>>()?;
+    let names: Vec<String> = all.iter().map(|(_, cli)| cli.name()).collect();
+    if let Some(unknown) = only.iter().find(|name| !names.contains(name)) {
+        bail!("no bench {unknown} in the suite; it has {}", names.join(", "));
+    }
+    for (command, cli) in all {
         if only.is_empty() || only.contains(&cli.name()) {
             eprintln!("bench {command}");
             measure(cli, results).await?;

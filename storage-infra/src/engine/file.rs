@@ -244,10 +244,12 @@ impl Engine for FileEngine {
             return Err(EngineError::ReadOnly(format!("{} is mounted read-only", self.dir.display())));
         }
         let unit = vfs.f_frsize;
+        let capacity = vfs.f_blocks * unit;
         Ok(PoolFacts {
             directory: DirectoryVersion::of(&meta),
             filesystem: meta.dev(),
-            capacity: vfs.f_blocks * unit,
+            capacity,
+            fixed_size: Some(capacity),
             available: vfs.f_bavail * unit,
             used: vfs.f_blocks.saturating_sub(vfs.f_bfree) * unit,
             reflink: self.can_reflink(),

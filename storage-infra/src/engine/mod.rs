@@ -199,6 +199,9 @@ pub struct PoolFacts {
     pub filesystem: u64,
     /// Size of the filesystem in bytes.
     pub capacity: u64,
+    /// The same, if it only changes when somebody resizes the filesystem. Not of a Ceph pool: its size is what it has stored
+    /// and what it can still store, so it changes with all data in the cluster.
+    pub fixed_size: Option<u64>,
     /// Bytes that the filesystem can still allocate.
     pub available: u64,
     /// Bytes in use in the filesystem.

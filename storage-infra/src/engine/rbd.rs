@@ -265,6 +265,7 @@ impl Engine for RbdEngine {
             directory: DirectoryVersion::of_names(hash(self.ceph.names()?)),
             filesystem: hash((fsid, space.id)),
             capacity: space.used + space.available,
+            fixed_size: None,
             available: space.available,
             used: space.used,
             reflink: true,

@@ -131,7 +131,8 @@ async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
     let mut compiled = 0;
     let flags = linker_flags(&manifest);
     // With -v, each compiled package is a line. To leave out DWARF, which nobody reads here, takes an eighth less CPU time.
-    let args = ["build", "-v", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-ldflags", &flags];
+    let args =
+        ["build", "-v", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-ldflags", &flags];
     let mut build = go(module, &args);
     build.args(["-tags", tags, "-o"]);
     run_watched(build.arg(out).arg("tool"), SHOWN, |line| {

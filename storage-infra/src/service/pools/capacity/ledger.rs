@@ -27,7 +27,7 @@ use crate::placement::{Candidate, Hosts, Space, free_bytes};
 pub(in crate::service) type Facts = HashMap<PoolName, PoolFacts>;
 
 /// Validity of a scan: several scan intervals, unless a pool is stalled.
-const SCAN_VALIDITY: Duration = Duration::from_secs(60);
+const SCAN_VALIDITY: Duration = Duration::from_secs(120);
 
 /// Results of full scans.
 #[derive(Default)]
@@ -48,8 +48,8 @@ struct State {
 /// Result of a scan for one filesystem.
 #[derive(Debug, Clone, Default)]
 pub(super) struct FilesystemUsage {
-    /// Size of the filesystem.
-    pub(super) capacity: u64,
+    /// Size of the filesystem, if it is fixed.
+    pub(super) size: Option<u64>,
     /// Smallest available space during the scan.
     pub(super) available: u64,
     /// Lower bound of the allocated bytes.
@@ -132,9 +132,9 @@ impl CapacityLedger {
             }
         }
         let free = |now: &PoolFacts| {
-            // A filesystem with the same ID and another size is not the one that was scanned.
+            // A filesystem with the same ID and another fixed size is not the one that was scanned.
             let is_this = |(started, usage): &&(Instant, FilesystemUsage)| {
-                started.elapsed() <= SCAN_VALIDITY && usage.capacity == now.capacity
+                started.elapsed() <= SCAN_VALIDITY && usage.size == now.fixed_size
             };
             state.filesystems.get(&now.filesystem).filter(is_this).map_or(0, |(_, usage)| {
                 free_bytes(Space {
@@ -197,6 +197,7 @@ mod tests {
             directory,
             filesystem: FILESYSTEM,
             capacity: 10_000,
+            fixed_size: Some(10_000),
             available,
             used: 0,
             reflink: true,
@@ -205,7 +206,10 @@ mod tests {
     }
 
     fn usage(available: u64, allocated: u64) -> HashMap<u64, FilesystemUsage> {
-        HashMap::from([(FILESYSTEM, FilesystemUsage { capacity: 10_000, available, allocated, removed: 0 })])
+        HashMap::from([(
+            FILESYSTEM,
+            FilesystemUsage { size: Some(10_000), available, allocated, removed: 0 },
+        )])
     }
 
     /// Free capacity of pool `p` with this available space and these reservations in `p` and `q`.
@@ -224,12 +228,26 @@ mod tests {
         assert_eq!(free(&ledger, 9_000, 0, 0), 0);
         ledger.begin_scan().finish(usage(9_000, 0), pools());
         assert_eq!(free(&ledger, 9_000, 0, 0), 8_900);
-        let other = Facts::from([(name("p"), PoolFacts { capacity: 20_000, ..facts(9_000) })]);
+        let other = Facts::from([(name("p"), PoolFacts { fixed_size: Some(20_000), ..facts(9_000) })]);
         assert_eq!(
             ledger.free(&other, &HashMap::new())[&name("p")],
             0,
             "another filesystem with the same ID"
         );
+    }
+
+    #[test]
+    fn a_scan_of_a_ceph_pool_holds_while_its_size_changes_with_what_is_stored() {
+        let ledger = CapacityLedger::default();
+        let scanned = FilesystemUsage { available: 9_000, ..FilesystemUsage::default() };
+        ledger.begin_scan().finish(HashMap::from([(FILESYSTEM, scanned)]), pools());
+        let free = |capacity, available| {
+            let now = PoolFacts { capacity, fixed_size: None, ..facts(available) };
+            ledger.free(&Facts::from([(name("p"), now)]), &HashMap::new())[&name("p")]
+        };
+        assert_eq!(free(10_000, 9_000), 8_900);
+        assert_eq!(free(9_900, 8_800), 8_701, "less is available");
+        assert_eq!(free(11_000, 10_000), 8_890, "more than at the scan is not promised before the next one");
     }
 
     #[tokio::test(start_paused = true)]

@@ -191,10 +191,10 @@ impl PoolCapacity {
         let mut filesystems: HashMap<u64, (u64, FilesystemUsage, HashMap<Uuid, u64>)> = HashMap::new();
         for view in &views {
             let Ok((facts, contents)) = &view.facts else { continue };
-            let (reserved, usage, families) = filesystems.entry(facts.filesystem).or_default();
-            let PoolFacts { capacity, available, .. } = *facts;
-            let least = if usage.capacity == 0 { available } else { usage.available.min(available) };
-            *usage = FilesystemUsage { capacity, available: least, ..FilesystemUsage::default() };
+            let PoolFacts { fixed_size: size, available, .. } = *facts;
+            let unused = || (0, FilesystemUsage { size, available, ..Default::default() }, HashMap::new());
+            let (reserved, usage, families) = filesystems.entry(facts.filesystem).or_insert_with(unused);
+            usage.available = usage.available.min(available);
             *reserved += view.reserved;
             for one in &view.reservations {
                 let allocated = contents.allocated.get(&one.object).copied().unwrap_or(0).min(one.reserved);

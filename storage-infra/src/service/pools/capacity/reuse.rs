@@ -14,7 +14,7 @@ use crate::service::pools::LastPass;
 
 /// Maximum age of a scan that answers further requests. Less than the validity of scans in the ledger by more than the
 /// interval of the periodic measurement, so that the ledger always has a valid scan.
-pub(super) const MAX_AGE: Duration = Duration::from_secs(40);
+pub(super) const MAX_AGE: Duration = Duration::from_secs(90);
 
 /// How exact a measurement has to be, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,8 +27,9 @@ pub(in crate::service) enum Precision {
     Scan,
 }
 
-/// What a scan depends on: the number of catalog changes, and the directory and size of each pool that answers.
-pub(super) type Version = (u64, Vec<Option<(DirectoryVersion, u64)>>);
+/// What a scan depends on: the number of catalog changes, and the directory and fixed size of each pool that
+/// answers.
+pub(super) type Version = (u64, Vec<Option<(DirectoryVersion, Option<u64>)>>);
 
 /// The last full scan.
 #[derive(Default)]
@@ -43,7 +44,7 @@ pub(super) type Probed = (PoolRow, Result<PoolFacts, String>);
 
 /// The version of the pools' contents.
 pub(super) fn version(changes: u64, pools: &[Probed]) -> Version {
-    let of = |facts: &PoolFacts| (facts.directory, facts.capacity);
+    let of = |facts: &PoolFacts| (facts.directory, facts.fixed_size);
     (changes, pools.iter().map(|(_, facts)| facts.as_ref().ok().map(of)).collect())
 }
 

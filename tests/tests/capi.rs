@@ -91,9 +91,10 @@ async fn start_writer(pods: &PodScenario) -> Result<(Volume, String)> {
     Ok((volume, node))
 }
 
-/// Checks the records of the writer after it was moved: at least as many as before, complete and in order.
-async fn finish_writer(pods: &PodScenario, volume: &Volume, before: u64) -> Result<()> {
-    let node = pods.ready_on("writer", None).await?;
+/// Checks the records of the writer after it was moved from `node`: at least as many as before, complete and in order. A pod
+/// whose Node is deleted stays ready until kube-controller-manager removes it.
+async fn finish_writer(pods: &PodScenario, volume: &Volume, node: &str, before: u64) -> Result<()> {
+    let node = pods.ready_on("writer", Some(node)).await?;
     pods.remove_sets().await?;
     let records = pods.complete_records(&node, volume).await?;
     println!("{before} records before, {records} after");
@@ -184,7 +185,7 @@ async fn workers_are_added_replaced_one_by_one_and_removed_and_pods_move_with_th
         change_deployment(s, reference).await?;
         settled(s, 3, &three).await?;
         println!("three VMs replaced in {:.0} s", started.elapsed().as_secs_f64());
-        finish_writer(&pods, &volume, before).await?;
+        finish_writer(&pods, &volume, &node, before).await?;
         change_deployment(s, json!({"replicas": 2})).await?;
         settled(s, 2, &three).await.map(drop)
     })
@@ -200,9 +201,9 @@ async fn a_killed_vm_is_replaced_and_its_pod_runs_elsewhere() -> Result<()> {
         Lab::from_env()?.vm(&node)?.crash().await?;
         let other = pods.ready_on("writer", Some(&node)).await?;
         println!("killed; the pod is ready on {other} after {:.0} s", killed.elapsed().as_secs_f64());
-        settled(pods.scenario(), 2, &[node].into()).await?;
+        settled(pods.scenario(), 2, &[node.clone()].into()).await?;
         println!("another VM after {:.0} s", killed.elapsed().as_secs_f64());
-        finish_writer(&pods, &volume, before).await
+        finish_writer(&pods, &volume, &node, before).await
     })
     .await
 }
@@ -223,7 +224,7 @@ async fn a_deleted_cluster_leaves_its_volumes_detached_and_a_new_one_uses_them()
         create_cluster(&Ui::default(), lab.run(), guest, 2).await?;
         outcome?;
         settled(s, 2, &BTreeSet::new()).await?;
-        finish_writer(&pods, &volume, before).await
+        finish_writer(&pods, &volume, &node, before).await
     })
     .await
 }

@@ -117,7 +117,12 @@ async fn run(ui: &Ui, planned: &[Step], selection: &Selection, report: &mut Repo
         if keep_going || !report.has_failure() {
             let (name, options) = lab_for(kind, planned, selection.engine);
             let steps: Vec<Step> = of(Some(kind)).collect();
-            outcome = outcome.and(run_in_labs(ui, &steps, (name, options), report).await);
+            let ended = run_in_labs(ui, &steps, (name, options), report).await;
+            // Only the first error is returned.
+            if let Err(error) = &ended {
+                ui.line(format!("lab {name}: {error:#}"));
+            }
+            outcome = outcome.and(ended);
         }
     }
     outcome

@@ -26,7 +26,7 @@ use crate::placement::{Candidate, Hosts, Space, free_bytes};
 /// Facts of the healthy pools.
 pub(in crate::service) type Facts = HashMap<PoolName, PoolFacts>;
 
-/// Validity of a scan: several scan intervals, unless a pool is stalled.
+/// Validity of a scan: longer than an idle pool is not scanned (`reuse::MAX_AGE`), unless a pool is stalled.
 const SCAN_VALIDITY: Duration = Duration::from_secs(120);
 
 /// Results of full scans.

@@ -192,8 +192,8 @@ impl PoolCapacity {
         for view in &views {
             let Ok((facts, contents)) = &view.facts else { continue };
             let PoolFacts { fixed_size: size, available, .. } = *facts;
-            let unused = || (0, FilesystemUsage { size, available, ..Default::default() }, HashMap::new());
-            let (reserved, usage, families) = filesystems.entry(facts.filesystem).or_insert_with(unused);
+            let empty = || (0, FilesystemUsage { size, available, ..Default::default() }, HashMap::new());
+            let (reserved, usage, families) = filesystems.entry(facts.filesystem).or_insert_with(empty);
             usage.available = usage.available.min(available);
             *reserved += view.reserved;
             for one in &view.reservations {

@@ -77,7 +77,7 @@ async fn an_idle_pool_is_scanned_again_only_when_the_last_scan_is_old() {
     site.settle().await;
     let (pool, scanned) = site.view(2, Precision::Recent).await;
     assert!(!scanned && pool.healthy && pool.free_bytes > 0 && pool.capacity_bytes > 0, "{pool:?}");
-    assert!(site.view(90, Precision::Recent).await.1);
+    assert!(site.view(reuse::MAX_AGE.as_secs(), Precision::Recent).await.1);
     assert!(!site.view(2, Precision::Recent).await.1);
     assert!(site.view(2, Precision::Scan).await.1, "a scan was requested");
 }

@@ -77,11 +77,7 @@ impl Scenario {
         let claim =
             serde_json::from_value(json!({"metadata": {"name": name, "labels": labels}, "spec": spec}))?;
         self.claims().create(&PostParams::default(), &claim).await?;
-        eventually(&format!("management claim {name} bound"), PATIENCE, || async {
-            let status = self.claims().get(&name).await?.status.unwrap_or_default();
-            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
-        })
-        .await?;
+        is_bound(&self.claims(), &name).await?;
         let shares: serde_json::Map<String, Value> = labels
             .iter()
             .filter(|(key, _)| key.starts_with(names::LABEL_SHARE_PREFIX))
@@ -125,11 +121,7 @@ impl Scenario {
         });
         self.volumes().create(&PostParams::default(), &serde_json::from_value(pv)?).await?;
         self.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
-        eventually(&format!("management claim {name} bound"), PATIENCE, || async {
-            let status = self.claims().get(&name).await?.status.unwrap_or_default();
-            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
-        })
-        .await?;
+        is_bound(&self.claims(), &name).await?;
         Ok(name)
     }
 
@@ -337,4 +329,13 @@ async fn create_attributes_class(client: &Client, name: &str, driver: &str, para
     }))?;
     Api::all(client.clone()).create(&PostParams::default(), &class).await?;
     Ok(())
+}
+
+/// Waits until a claim is bound.
+pub async fn is_bound(claims: &Api<PersistentVolumeClaim>, name: &str) -> Result<()> {
+    eventually(&format!("claim {name} is bound"), PATIENCE, || async {
+        let status = claims.get(name).await?.status.unwrap_or_default();
+        Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
+    })
+    .await
 }

@@ -204,11 +204,7 @@ async fn claim(clusters: &Clusters, name: &str, device: &Path, labels: Value) ->
     volumes.create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
     let claims = clusters.claims();
     claims.create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
-    eventually(&format!("claim {name} is bound"), PATIENCE, || async {
-        let phase = claims.get(name).await?.status.and_then(|status| status.phase);
-        Ok(if phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{phase:?}")) })
-    })
-    .await
+    tests::management::is_bound(&claims, name).await
 }
 
 async fn remove_claim(clusters: &Clusters, name: &str) -> Result<()> {

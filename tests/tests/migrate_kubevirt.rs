@@ -168,11 +168,7 @@ impl Left {
         let name = claim["metadata"]["name"].as_str().context("no name")?.to_owned();
         self.volumes().create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
         self.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
-        eventually(&format!("claim {name} is bound"), PATIENCE, || async {
-            let status = self.claims().get(&name).await?.status.unwrap_or_default();
-            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
-        })
-        .await
+        tests::management::is_bound(&self.claims(), &name).await
     }
 
     /// Runs the command; `points` is a folder of fail points.

@@ -63,11 +63,7 @@ impl Shared {
 
     /// Waits until the claim in the guest's namespace is bound.
     async fn bound(&self, sibling: &str) -> Result<()> {
-        eventually(&format!("claim {sibling} is bound"), PATIENCE, || async {
-            let status = self.namespace.claims().get(sibling).await?.status.unwrap_or_default();
-            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
-        })
-        .await
+        tests::management::is_bound(&self.namespace.claims(), sibling).await
     }
 
     /// Waits until the owner's claim shows this annotation.

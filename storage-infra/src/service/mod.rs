@@ -67,7 +67,7 @@ use crate::metrics::Metrics;
 use crate::placement::Hosts;
 use attachments::Retries;
 use conditions::Conditions;
-use disks::Disks;
+use disks::{Comparison, Disks};
 use files::{Copies, ObjectFiles};
 use hypervisors::Hypervisors;
 use pools::{Engines, RevisionCheck};
@@ -154,12 +154,15 @@ impl Service {
             file_dirs,
         ));
         let copies = Arc::new(Copies::new(engines.clone(), files.clone()));
+        let comparison =
+            Arc::new(Comparison::new(core.clone(), engines.clone(), hypervisors.clone(), conditions.clone()));
         let disks = Arc::new(Disks::new(
             core.clone(),
             engines.clone(),
             hypervisors.clone(),
             power.clone(),
             records.clone(),
+            comparison.clone(),
         ));
         let unexpected_disks = Arc::new(UnexpectedDisks::new(
             core.clone(),
@@ -167,6 +170,7 @@ impl Service {
             revisions.clone(),
             hypervisors.clone(),
             conditions.clone(),
+            comparison.clone(),
         ));
         let retries = Arc::new(Retries::default());
         let attachments = Arc::new(Attachments::new(
@@ -200,6 +204,7 @@ impl Service {
             copies.clone(),
             conditions.clone(),
             unexpected_disks.clone(),
+            comparison.clone(),
         ));
         let volume_changes = Arc::new(VolumeChanges::new(
             core.clone(),
@@ -208,6 +213,7 @@ impl Service {
             disks.clone(),
             records.clone(),
             volumes.clone(),
+            comparison.clone(),
         ));
         let snapshots = Arc::new(Snapshots::new(
             core.clone(),
@@ -215,6 +221,7 @@ impl Service {
             capacity.clone(),
             files.clone(),
             copies.clone(),
+            comparison,
         ));
         let transfers = Arc::new(Transfers::new(
             core.clone(),

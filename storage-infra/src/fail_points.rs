@@ -13,8 +13,8 @@ use uuid::Uuid;
 
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{
-    self, Clearance, Contents, CopyProgress, Engine, Files, Method, Object, PartFile, PoolFacts, Record,
-    Revisions,
+    self, Clearance, Contents, CopyProgress, Engine, Expected, Files, Method, Object, PartFile, PoolFacts,
+    Record, Revisions,
 };
 use crate::hypervisor::{
     self, AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, MirroredDisk, NodeFacts,
@@ -177,8 +177,30 @@ impl Engine for Guarded<dyn Engine> {
         self.0.contents(known)
     }
 
-    fn missing(&self, expected: HashSet<Object>) -> engine::Result<HashSet<Object>> {
-        self.0.missing(expected)
+    fn damaged(&self, expected: &HashMap<Object, Expected>) -> engine::Result<HashMap<Object, String>> {
+        self.0.damaged(expected)
+    }
+
+    fn verify(&self, object: &Object, expected: Expected) -> engine::Result<()> {
+        self.0.verify(object, expected)
+    }
+
+    fn accept_file(&self, record: &Record, expected: Expected) -> engine::Result<()> {
+        self.effect("accept_file", || self.0.accept_file(record, expected))
+    }
+
+    fn generation(&self) -> engine::Result<Option<u64>> {
+        self.0.generation()
+    }
+
+    fn set_generation(&self, generation: u64) -> engine::Result<()> {
+        // No fail point: it is written from time to time, whatever else happens.
+        self.1.check()?;
+        self.0.set_generation(generation)
+    }
+
+    fn expect_generation(&self, generation: u64) {
+        self.0.expect_generation(generation);
     }
 
     fn exists(&self, object: &Object) -> engine::Result<bool> {

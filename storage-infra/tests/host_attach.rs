@@ -42,6 +42,12 @@ fn link(site: &Site, host: Uuid, disk: Uuid) -> PathBuf {
     HostLinks::at(site.path(LINKS)).disks_of(host).join(format!("wwn-0x{wwn}"))
 }
 
+fn succeeds(program: &str, arguments: &[&str]) -> String {
+    let output = std::process::Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
 /// Whether the record beside a link is of the device that it points to.
 fn is_current(link: &Path) -> bool {
     let Ok(device) = fs::read_link(link) else { return false };
@@ -143,15 +149,13 @@ async fn after_a_reboot_links_are_stale_until_the_server_attaches_the_disks_agai
     // What a reboot leaves: links, records of an earlier boot, and device numbers that stand for other files by now.
     let devices: Vec<PathBuf> = links.iter().map(|link| fs::read_link(link).unwrap()).collect();
     for device in &devices {
-        assert!(
-            std::process::Command::new("losetup").arg("--detach").arg(device).status().unwrap().success()
-        );
+        succeeds("losetup", &["--detach", text(device)]);
     }
     wait_for("the devices are gone", || site.devices().is_empty());
-    let swapped = [&devices[1], &devices[0]];
-    for (device, id) in swapped.into_iter().zip(&ids) {
-        let mut losetup = std::process::Command::new("losetup");
-        assert!(losetup.arg(device).arg(site.file(id)).status().unwrap().success());
+    for (number, device) in devices.iter().enumerate() {
+        let other = site.path(&format!("other-{number}"));
+        fs::File::create(&other).unwrap().set_len(MIB).unwrap();
+        succeeds("losetup", &[text(device), text(&other)]);
     }
     assert!(links.iter().all(|link| !is_current(link)));
     let server = site.start();
@@ -162,6 +166,9 @@ async fn after_a_reboot_links_are_stale_until_the_server_attaches_the_disks_agai
     for (id, text) in ids.iter().zip([b"one", b"two"]) {
         server.client.detach(&attachment(id.as_str()), SOON).await.unwrap();
         assert_eq!(site.read(id, 3, 0), text);
+    }
+    for device in &devices {
+        succeeds("losetup", &["--detach", text(device)]);
     }
     assert!(site.devices().is_empty(), "nothing of the volumes is left attached");
 }
@@ -197,4 +204,45 @@ async fn a_host_keeps_its_uuid_over_restarts() {
     let server = site.start();
     assert_eq!(HostLinks::at(site.path(LINKS)).node().unwrap(), Some(host));
     assert_eq!(server.client.get_node(host).await.unwrap().unwrap().state, NodeState::Running);
+}
+
+#[tokio::test]
+async fn a_loop_device_of_somebody_else_is_neither_used_nor_detached() {
+    let site = site();
+    let (server, host) = ready(&site, Uuid::new_v4()).await;
+    let id = volume("data");
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
+    let strange = succeeds("losetup", &["--find", "--show", text(&site.file(&id))]);
+    let refused = server.client.attach(&attachment("a"), &writer(&id, host), SOON).await.unwrap_err();
+    assert!(refused.problem().unwrap().detail.contains(&strange), "{refused}");
+    succeeds("losetup", &["--detach", &strange]);
+    server.client.attach(&attachment("b"), &writer(&id, host), SOON).await.unwrap();
+    let strange = succeeds("losetup", &["--find", "--show", text(&site.file(&id))]);
+    server.client.detach(&attachment("b"), SOON).await.unwrap();
+    assert_eq!(site.devices(), [PathBuf::from(&strange)], "only the server's own device is detached");
+    succeeds("losetup", &["--detach", &strange]);
+}
+
+#[tokio::test]
+async fn a_disk_whose_file_is_missing_is_found_by_its_record_and_detached() {
+    let site = site();
+    let (server, host) = ready(&site, Uuid::new_v4()).await;
+    let id = volume("data");
+    let made = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
+    let name = attachment("a");
+    server.client.attach(&name, &writer(&id, host), SOON).await.unwrap();
+    let link = link(&site, host, made.disk_uuid);
+    let device = fs::read_link(&link).unwrap();
+    let (file, aside) = (site.file(&id), site.path("aside"));
+    fs::rename(&file, &aside).unwrap();
+    // While a process has the device open, the disk is attached, whatever is in the pool.
+    let in_use = fs::File::open(&device).unwrap();
+    server.client.detach(&name, BRIEFLY).await.unwrap_err();
+    let backing = Path::new("/sys/block").join(device.file_name().unwrap()).join("loop/backing_file");
+    assert!(backing.exists());
+    drop(in_use);
+    until("the disk is detached", async || server.client.detach(&name, SOON).await.is_ok()).await;
+    assert!(!backing.exists() && fs::symlink_metadata(&link).is_err());
+    fs::rename(&aside, &file).unwrap();
+    server.client.attach(&attachment("b"), &writer(&id, host), SOON).await.unwrap();
 }

@@ -409,3 +409,69 @@ async fn who_has_the_file_open_is_asked_before_it_is_attached() {
     image.wait().unwrap();
     at.attach("a4", "v", at.node).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_file_that_was_exchanged_or_truncated_is_told_and_not_attached() {
+    let at = At::new().await;
+    let id = volume("v");
+    at.server.client.put_volume(&id, &size(SIZE), SOON).await.unwrap();
+    let (file, aside) = (at.site.file(&id), at.site.path("aside"));
+    let damaged = async |text: &str| {
+        until(&format!("the volume is damaged: {text}"), async || {
+            let condition = at.volume("v").await.condition;
+            condition.cause == Some(ConditionCause::File) && condition.message.unwrap().contains(text)
+        })
+        .await;
+    };
+    // Each change of the directory is noticed at the next check.
+    fs::rename(&file, &aside).unwrap();
+    damaged("missing").await;
+    assert!(at.attach("a1", "v", at.node).await.is_err());
+    // Restored without its extended attributes.
+    fs::copy(&aside, &file).unwrap();
+    damaged("has no record").await;
+    let refused = detail(at.attach("a2", "v", at.node).await);
+    assert!(refused.contains("accept"), "{refused}");
+    at.server.client.accept_volume(&id).await.unwrap();
+    at.healed("v").await;
+    at.attach("a3", "v", at.node).await.unwrap();
+    at.server.client.detach(&attachment("a3"), SOON).await.unwrap();
+    fs::File::options().write(true).open(&file).unwrap().set_len(4096).unwrap();
+    let refused = detail(at.attach("a4", "v", at.node).await);
+    assert!(refused.contains("truncated"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_pool_that_was_restored_from_an_earlier_state_is_not_used() {
+    let at = At::new().await;
+    let id = volume("v");
+    at.server.client.put_volume(&id, &size(SIZE), SOON).await.unwrap();
+    let marker = at.site.path("pool/.nestor-pool");
+    let generation = || {
+        let output = Command::new("getfattr")
+            .args(["--only-values", "-n", "user.nestor.generation"])
+            .arg(&marker)
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    wait_for("the marker has a generation", || generation().parse::<u64>().is_ok_and(|number| number > 1));
+    let At { server, site, libvirt, node, other } = at;
+    server.stop();
+    // What rsync -X or an LVM snapshot brings back.
+    assert!(
+        Command::new("setfattr")
+            .args(["-n", "user.nestor.generation", "-v", "1"])
+            .arg(&marker)
+            .status()
+            .unwrap()
+            .success()
+    );
+    let server = site.start();
+    let at = At { server, site, libvirt, node, other };
+    let unhealthy = async || at.volume("v").await.condition.cause == Some(ConditionCause::Pool);
+    until("the pool is not healthy", unhealthy).await;
+    assert!(at.volume("v").await.condition.message.unwrap().contains("earlier state"));
+    assert!(at.attach("a", "v", at.node).await.is_err());
+    assert!(at.server.client.put_volume(&volume("w"), &size(SIZE), SOON).await.is_err());
+}

@@ -54,6 +54,12 @@ pub struct BareDomain {
     pub node: LoopNode,
 }
 
+/// libvirt's name of a disk with this XML.
+fn target(xml: &str) -> Result<&str> {
+    let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
+    target.with_context(|| format!("a disk without target: {xml}"))
+}
+
 impl BareDomain {
     /// Starts a domain with a SCSI controller.
     pub async fn start(s: &Scenario) -> Result<Self> {
@@ -104,6 +110,31 @@ impl BareDomain {
         Ok(state.trim() != "shut off" && s.libvirt_disk(&self.node.name, disk).await?.is_some())
     }
 
+    /// Takes an external snapshot of a disk, as backup tools do: its writes go to a layer from then on. Returns the layer's
+    /// path.
+    pub async fn take_external_snapshot(&self, s: &Scenario, disk: &str) -> Result<String> {
+        let target = self.target(s, disk).await?;
+        let layer = s.lab.run().path("libvirt").join(format!("{}.layer", self.node.name));
+        let layer = layer.to_str().context("a path that is not UTF-8")?.to_owned();
+        let spec = format!("{target},snapshot=external,file={layer}");
+        let snapshot = ["snapshot-create-as", &self.node.name, "backup", "--disk-only", "--no-metadata"];
+        virsh(s.lab.run(), [&snapshot[..], &["--diskspec", &spec]].concat()).await?;
+        Ok(layer)
+    }
+
+    /// Commits the layer over a disk, as the tool that made it does.
+    pub async fn commit_layer(&self, s: &Scenario, disk: &str) -> Result<()> {
+        let target = self.target(s, disk).await?;
+        let commit = ["blockcommit", &self.node.name, &target, "--active", "--pivot", "--wait"];
+        virsh(s.lab.run(), commit).await.map(drop)
+    }
+
+    /// libvirt's name of a disk.
+    async fn target(&self, s: &Scenario, disk: &str) -> Result<String> {
+        let xml = s.libvirt_disk(&self.node.name, disk).await?.context("the disk is not attached")?;
+        target(&xml).map(str::to_owned)
+    }
+
     /// Destroys and undefines the domain, in whatever state it is.
     pub async fn remove(&self, s: &Scenario) -> Result<()> {
         if self.virsh(s, "domstate").await?.trim() != "shut off" {
@@ -140,8 +171,7 @@ impl Scenario {
     /// Detaches a disk with virsh, without the knowledge of storage-infra.
     pub async fn libvirt_detach(&self, vm: &str, disk: &str) -> Result<()> {
         let xml = self.libvirt_disk(vm, disk).await?.context("the disk is not attached")?;
-        let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
-        let target = target.with_context(|| format!("a disk without target: {xml}"))?;
+        let target = target(&xml)?;
         virsh_of(self.lab.run(), vm, ["detach-disk", vm, target, "--live"]).await.map(drop)
     }
 }

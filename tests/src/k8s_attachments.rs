@@ -85,7 +85,17 @@ impl K8sAttachments {
 
     /// Deletes an attachment and waits until it is gone.
     pub async fn detach(&self, attachment: &str) -> Result<()> {
-        self.api.delete(attachment, &DeleteParams::default()).await?;
+        self.request_detach(attachment).await?;
+        self.detached(attachment).await
+    }
+
+    /// Deletes an attachment, and does not wait for the detach.
+    pub async fn request_detach(&self, attachment: &str) -> Result<()> {
+        Ok(self.api.delete(attachment, &DeleteParams::default()).await.map(drop)?)
+    }
+
+    /// Waits until a deleted attachment is gone.
+    pub async fn detached(&self, attachment: &str) -> Result<()> {
         eventually(&format!("storage.k8s.io/VolumeAttachment {attachment} deleted"), PATIENCE, || async {
             let left = self.api.get_opt(attachment).await?;
             Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.status))))

@@ -54,6 +54,7 @@ mod node;
 mod node_loss;
 mod onboarding;
 mod otel;
+mod outside_hands;
 mod ownership;
 mod package;
 mod partition;

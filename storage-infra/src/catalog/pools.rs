@@ -20,6 +20,8 @@ pub struct PoolRow {
     pub spec: PoolSpec,
     /// Whether the marker file was written.
     pub marked: bool,
+    /// The number that was last written to its marker; see [`crate::engine::Engine::generation`].
+    pub generation: u64,
     /// Its suspension.
     pub suspension: Option<Suspension>,
 }
@@ -38,7 +40,7 @@ pub struct InPool {
     pub first: Vec<String>,
 }
 
-const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full, hosts";
+const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full, hosts, generation";
 /// Pools with their suspensions.
 const POOLS: &str = "pools LEFT JOIN suspended_pools ON pool = name";
 const SUSPENSION: &str = "reason, since";
@@ -48,7 +50,8 @@ fn read(row: &Row<'_>) -> db::Result<Result<PoolRow>> {
     let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
     let (cordoned, marked, on_full): (bool, bool, String) = (row.get(5)?, row.get(6)?, row.get(7)?);
     let hosts: String = row.get(8)?;
-    let (reason, since): (Option<String>, Option<String>) = (row.get(9)?, row.get(10)?);
+    let generation = row.get(9)?;
+    let (reason, since): (Option<String>, Option<String>) = (row.get(10)?, row.get(11)?);
     Ok((|| {
         Ok(PoolRow {
             name: parse("pools.name", &name)?,
@@ -62,6 +65,7 @@ fn read(row: &Row<'_>) -> db::Result<Result<PoolRow>> {
                 hosts: from_json("pools.hosts", &hosts)?,
             },
             marked,
+            generation,
             suspension: reason.zip(since).map(|(reason, since)| Suspension { reason, since }),
         })
     })())
@@ -90,7 +94,7 @@ impl Tx<'_> {
     pub fn insert_pool(&self, pool: &PoolRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)"
+                "INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"
             ))?
             .execute(params![
                 pool.name.as_str(),
@@ -102,7 +106,16 @@ impl Tx<'_> {
                 pool.marked,
                 pool.spec.on_full.to_string(),
                 to_json(&pool.spec.hosts)?,
+                pool.generation,
             ])?;
+        Ok(())
+    }
+
+    /// Records the number that was written to the marker of a pool.
+    pub fn set_pool_generation(&self, name: &PoolName, generation: u64) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE pools SET generation = ?2 WHERE name = ?1")?
+            .execute(params![name.as_str(), generation])?;
         Ok(())
     }
 

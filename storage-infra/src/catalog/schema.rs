@@ -26,6 +26,7 @@ const MIGRATIONS: &[&str] = &[
     MOVES,
     POOL_HOSTS,
     ALTERED_DISKS,
+    POOL_GENERATIONS,
 ];
 
 const FIRST: &str = "
@@ -241,6 +242,11 @@ ALTER TABLE pools ADD COLUMN on_full TEXT NOT NULL DEFAULT 'pause' CHECK (on_ful
 const POOL_HOSTS: &str = "
 -- The hosts that reach the pool, as JSON; all hosts for the pools of earlier versions.
 ALTER TABLE pools ADD COLUMN hosts TEXT NOT NULL DEFAULT '{}';
+";
+
+const POOL_GENERATIONS: &str = "
+-- The number that was last written to the pool's marker: a pool with a lower one was set back to an earlier state.
+ALTER TABLE pools ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;
 ";
 
 const REVISIONS: &str = "

@@ -58,6 +58,7 @@ async fn catalog(backend: &Backend, dir: &Path, volume: &VolumeRow, nodes: &[Uui
                     hosts: infra_api::PoolHosts::default(),
                 },
                 marked: true,
+                generation: 0,
                 suspension: None,
             })?;
             tx.insert_volume(&volume)?;

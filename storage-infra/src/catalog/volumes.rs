@@ -198,6 +198,17 @@ impl Tx<'_> {
             .collect()
     }
 
+    /// The volumes of a pool whose bytes must exist, with the UUIDs of their disks and their sizes.
+    pub fn files_of_pool(&self, pool: &PoolName) -> Result<Vec<(VolumeId, Uuid, u64)>> {
+        let sql = "SELECT id, disk_uuid, capacity FROM volumes WHERE pool = ?1 AND state = 'ready'";
+        let read = |row: &Row<'_>| Ok((row.get::<String>(0)?, row.get::<String>(1)?, row.get(2)?));
+        let rows = self.0.prepare_cached(sql)?.query_map([pool.as_str()], read)?;
+        let parsed = |(id, uuid, size): (String, String, u64)| {
+            Ok((parse("volumes.id", &id)?, parse("volumes.disk_uuid", &uuid)?, size))
+        };
+        rows.map(|row| parsed(row?)).collect()
+    }
+
     /// Objects that are being copied block by block from this volume, as text for messages.
     pub fn copies_of(&self, volume: &VolumeId) -> Result<Vec<String>> {
         self.0

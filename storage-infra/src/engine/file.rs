@@ -13,6 +13,7 @@ mod ops;
 mod part;
 mod record_xattr;
 mod scan;
+mod verify;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -31,8 +32,8 @@ use crate::hypervisor::{DiskLocation, DiskSource};
 use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::{
-    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
-    Record, Result, Revisions, image_lock,
+    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Expected, Method, Object, PartFile,
+    PoolFacts, Record, Result, Revisions, image_lock,
 };
 
 use ops::{copy_sparse, exists, extend, unlink};
@@ -71,12 +72,14 @@ pub struct FileEngine {
     uuid: Uuid,
     reflink: OnceLock<bool>,
     lock: lock::PoolLock,
+    known: verify::Known,
 }
 
 impl FileEngine {
     /// The pool with this UUID in this directory, for the server with this data directory. Does no I/O.
     pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
-        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock: lock::PoolLock::new(data_dir) }
+        let (reflink, known) = (OnceLock::new(), verify::Known::default());
+        Self { dir: dir.into(), uuid, reflink, lock: lock::PoolLock::new(data_dir), known }
     }
 
     fn marker(&self) -> PathBuf {
@@ -128,7 +131,7 @@ impl FileEngine {
     fn check_marker(&self) -> Result<()> {
         let dir = self.dir.display();
         match self.read_marker()? {
-            Some(found) if found == self.uuid.to_string() => Ok(()),
+            Some(found) if found == self.uuid.to_string() => self.refuse_earlier_state(),
             Some(found) => Err(EngineError::Unhealthy(format!(
                 "{dir} belongs to another pool: its {MARKER} contains the UUID {found}, this pool has {}; mount the right filesystem",
                 self.uuid
@@ -284,11 +287,33 @@ impl Engine for FileEngine {
         Ok(contents)
     }
 
-    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>> {
+    fn damaged(&self, expected: &HashMap<Object, Expected>) -> Result<HashMap<Object, String>> {
         self.inspect()?;
-        let names: HashSet<_> = self.names()?.into_iter().map(|entry| entry.file_name()).collect();
-        let gone = |object: &Object| !names.contains(std::ffi::OsStr::new(&file_name(object)));
-        Ok(expected.into_iter().filter(gone).collect())
+        self.find_damaged(expected)
+    }
+
+    fn verify(&self, object: &Object, expected: Expected) -> Result<()> {
+        self.check()?;
+        self.verify_file(object, expected)
+    }
+
+    fn accept_file(&self, record: &Record, expected: Expected) -> Result<()> {
+        self.check()?;
+        self.accept(record, expected)
+    }
+
+    fn generation(&self) -> Result<Option<u64>> {
+        self.check()?;
+        record_xattr::read_generation(&self.marker()).map(Some)
+    }
+
+    fn set_generation(&self, generation: u64) -> Result<()> {
+        self.check()?;
+        self.write_generation(generation)
+    }
+
+    fn expect_generation(&self, generation: u64) {
+        self.raise_generation(generation);
     }
 
     fn exists(&self, object: &Object) -> Result<bool> {

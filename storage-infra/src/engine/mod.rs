@@ -142,7 +142,7 @@ pub enum EngineError {
     /// The pool's filesystem is read-only.
     #[error("the pool is read-only: {0}")]
     ReadOnly(String),
-    /// The object's file does not exist.
+    /// The object's file does not exist, or is another one.
     #[error("{0}")]
     Missing(String),
     /// The source is larger than the requested object: it was expanded meanwhile.
@@ -230,6 +230,15 @@ pub struct Contents {
     pub unknown: Vec<String>,
 }
 
+/// What the file of a volume must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expected {
+    /// Distinguishes the volume from another one of the same ID.
+    pub identity: Uuid,
+    /// Its size; the file is never shorter.
+    pub bytes: u64,
+}
+
 /// Storage of one pool. No method has a default implementation, because the fail point wrapper has to forward every
 /// one.
 pub trait Engine: Send + Sync {
@@ -248,8 +257,25 @@ pub trait Engine: Send + Sync {
     /// Compares the files in the pool with the objects that should exist.
     fn contents(&self, known: &HashSet<Object>) -> Result<Contents>;
 
-    /// Which of these objects have no complete file. Only checks names; fails where [`Engine::inspect`] would.
-    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>>;
+    /// Which of these objects have no complete file, or not the one that they should have, with what is wrong. Fails where
+    /// [`Engine::inspect`] would. Images are known by their names only.
+    fn damaged(&self, expected: &HashMap<Object, Expected>) -> Result<HashMap<Object, String>>;
+
+    /// Fails with [`EngineError::Missing`] if an object has no complete file, or not the one that it should have.
+    fn verify(&self, object: &Object, expected: Expected) -> Result<()>;
+
+    /// Writes the record of a volume to a file that has none, after an operator has said that the file is the volume's.
+    fn accept_file(&self, record: &Record, expected: Expected) -> Result<()>;
+
+    /// The number that was last written to the marker of the pool, by which a pool that was restored from an earlier state is
+    /// recognized. `None` if the engine keeps none.
+    fn generation(&self) -> Result<Option<u64>>;
+
+    /// Writes a higher number to the marker. Durable when it returns.
+    fn set_generation(&self, generation: u64) -> Result<()>;
+
+    /// From now on, a marker with a lower number is that of an earlier state of the pool, which is not used.
+    fn expect_generation(&self, generation: u64);
 
     /// Whether a file of the object exists, complete or incomplete.
     fn exists(&self, object: &Object) -> Result<bool>;

@@ -18,7 +18,7 @@ mod output;
 mod scan;
 mod session;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -31,8 +31,8 @@ use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
 use super::image_lock::Holder;
 use super::{
-    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Method, Object, PartFile, PoolFacts,
-    Record, Result, Revisions,
+    Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Expected, Method, Object, PartFile,
+    PoolFacts, Record, Result, Revisions,
 };
 use crate::audit;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
@@ -183,6 +183,10 @@ impl RbdEngine {
         }
     }
 
+    fn missing(&self, object: &Object) -> String {
+        format!("the image of {object} is missing: {}", self.image(object))
+    }
+
     fn source_of(&self, image: RbdImage) -> DiskSource {
         DiskSource::Rbd(RbdSource { image, client: self.ceph.location.client(self.uuid) })
     }
@@ -292,11 +296,42 @@ impl Engine for RbdEngine {
         Ok(contents)
     }
 
-    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>> {
+    fn damaged(&self, expected: &HashMap<Object, Expected>) -> Result<HashMap<Object, String>> {
         self.check()?;
         let names: HashSet<String> = self.ceph.names()?.into_iter().collect();
-        Ok(expected.into_iter().filter(|object| !names.contains(&image_name(object))).collect())
+        let missing = expected.keys().filter(|object| !names.contains(&image_name(object)));
+        Ok(missing.map(|object| (object.clone(), self.missing(object))).collect())
     }
+
+    fn verify(&self, object: &Object, expected: Expected) -> Result<()> {
+        self.cluster()?;
+        match self.ceph.size(&self.image(object))? {
+            None => Err(EngineError::Missing(self.missing(object))),
+            Some(bytes) if bytes < expected.bytes => Err(EngineError::Missing(format!(
+                "the image {} has {bytes} bytes, and {object} has {}: somebody has resized it; do not use what is left of it \
+                 before you know why",
+                self.image(object),
+                expected.bytes
+            ))),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn accept_file(&self, record: &Record, _expected: Expected) -> Result<()> {
+        let object = record.object().map(|object| object.to_string()).unwrap_or_default();
+        Err(EngineError::Unsupported(format!("{object} is an image, which has its record in itself")))
+    }
+
+    fn generation(&self) -> Result<Option<u64>> {
+        // A Ceph pool has no earlier state to which it could be set back as a whole.
+        Ok(None)
+    }
+
+    fn set_generation(&self, _generation: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn expect_generation(&self, _generation: u64) {}
 
     fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;

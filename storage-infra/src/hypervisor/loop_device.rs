@@ -365,7 +365,9 @@ impl Hypervisor for LoopDevices {
                         disk.source.location()
                     )));
                 }
-                self.refuse_others(&backing, &devices)?;
+                if !disk.shared {
+                    self.refuse_others(&backing, &devices)?;
+                }
                 self.set_up(node, disk, &backing.path).await?
             }
         };

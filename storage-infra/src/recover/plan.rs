@@ -94,6 +94,7 @@ impl Plan {
                 hosts: record.hosts.clone(),
             },
             marked: true,
+            generation: 0,
             suspension: None,
         });
         self.revision = self.revision.max(record.revision);

@@ -10,7 +10,8 @@ use crate::catalog::{CatalogError, Result};
 pub(in crate::catalog) const FIRST_VERSION: usize = 14;
 const FIRST: &str = include_str!("schema.sql");
 /// Migrations from there. The SQL of released entries is never changed.
-pub(in crate::catalog) const MIGRATIONS: &[&str] = &[ALTERED_DISKS_POSTGRES];
+pub(in crate::catalog) const MIGRATIONS: &[&str] =
+    &[ALTERED_DISKS_POSTGRES, "ALTER TABLE pools ADD COLUMN generation BIGINT NOT NULL DEFAULT 0"];
 
 /// Version of the schema in a database; `None` if it has no tables.
 pub(in crate::catalog) fn version(session: &Session) -> Result<Option<usize>> {

@@ -11,6 +11,8 @@ use crate::engine::{EngineError, Record, Result};
 
 /// Extended attribute with the record.
 const ATTRIBUTE: &str = "user.nestor";
+/// Extended attribute of a marker with the generation of the pool's state.
+const GENERATION: &str = "user.nestor.generation";
 /// Maximum size of an extended attribute in the kernel.
 const MAX_BYTES: usize = 1 << 16;
 
@@ -24,6 +26,27 @@ pub(super) fn read(path: &Path) -> Result<Option<Record>> {
         Err(Errno::NODATA | Errno::NOENT | Errno::OPNOTSUPP) => Ok(None),
         Err(error) => Err(io_error("read the record of", path)(error.into())),
     }
+}
+
+/// Reads the generation of a marker; 0 if it has none.
+pub(super) fn read_generation(path: &Path) -> Result<u64> {
+    let mut bytes = [0; 32];
+    match lgetxattr(path, GENERATION, bytes.as_mut_slice()) {
+        Ok(length) => {
+            let text = std::str::from_utf8(&bytes[..length]).ok().and_then(|text| text.parse().ok());
+            let invalid =
+                || EngineError::Foreign(format!("the generation of {} is not a number", path.display()));
+            text.ok_or_else(invalid)
+        }
+        Err(Errno::NODATA | Errno::NOENT | Errno::OPNOTSUPP) => Ok(0),
+        Err(error) => Err(io_error("read the generation of", path)(error.into())),
+    }
+}
+
+/// Writes the generation of a marker. It is durable after the next fsync of the file.
+pub(super) fn write_generation(file: &File, path: &Path, generation: u64) -> Result<()> {
+    let written = fsetxattr(file, GENERATION, generation.to_string().as_bytes(), XattrFlags::empty());
+    written.map_err(|error| io_error("write the generation of", path)(error.into()))
 }
 
 /// Whether a file has a record, readable or not.

@@ -156,12 +156,15 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     assert!(engine.exists(&snapshot("v")).unwrap() && !is_complete());
     let known = HashSet::from([object("v"), snapshot("v")]);
     assert!(engine.contents(&known).unwrap().unknown.is_empty());
-    assert_eq!(engine.missing(known.clone()).unwrap(), HashSet::from([snapshot("v")]));
+    let expected = |identity, bytes| Expected { identity: Uuid::from_u128(identity), bytes };
+    let all = HashMap::from([(object("v"), expected(1, 64 << 20)), (snapshot("v"), expected(1, 65 << 20))]);
+    assert_eq!(engine.damaged(&all).unwrap().into_keys().collect::<Vec<_>>(), [snapshot("v")]);
 
     let progress = CopyProgress::default();
     fill(&progress).unwrap();
     assert_eq!(progress.copied(), 65 << 20);
-    assert!(engine.missing(known).unwrap().is_empty() && engine.allocated(&snapshot("v")).unwrap() < 1 << 20);
+    assert_eq!(engine.damaged(&all).unwrap(), HashMap::new());
+    assert!(engine.allocated(&snapshot("v")).unwrap() < 1 << 20);
     assert!(is_complete() && engine.read_record(&snapshot("v")).unwrap().as_ref() == Some(&note));
     let copy = File::open(dir.path().join("v.snap")).unwrap();
     let mut tail = [0; 4];
@@ -247,4 +250,51 @@ fn a_volume_of_an_earlier_version_is_completed_and_gets_a_record() {
     let bytes = fs::read(dir.path().join("v.raw")).unwrap();
     assert!(bytes.starts_with(b"bytes") && bytes.len() == 4096);
     assert_eq!(engine.read_record(&object("v")).unwrap(), Some(record(&object("v"), 1)));
+}
+
+#[test]
+fn a_file_that_is_not_the_volumes_is_damaged_and_accepted_only_without_another_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 4096).unwrap();
+    let (v, file) = (object("v"), dir.path().join("v.raw"));
+    let expected = Expected { identity: Uuid::from_u128(1), bytes: 4096 };
+    let problem = || engine.damaged(&HashMap::from([(v.clone(), expected)])).unwrap().remove(&v);
+    assert_eq!(problem(), None);
+    let aside = dir.path().join("aside");
+    // A copy without its extended attributes, as by cp.
+    fs::copy(&file, &aside).unwrap();
+    fs::rename(&aside, &file).unwrap();
+    assert!(problem().unwrap().contains("it has no record"));
+    assert!(matches!(engine.verify(&v, expected), Err(EngineError::Missing(_))));
+    engine.accept_file(&record(&v, 1), expected).unwrap();
+    assert_eq!(problem(), None);
+    File::options().write(true).open(&file).unwrap().set_len(100).unwrap();
+    assert!(problem().unwrap().contains("truncated"));
+    File::options().write(true).open(&file).unwrap().set_len(4096).unwrap();
+    assert_eq!(problem(), None);
+    create(&engine, "w", 4096).unwrap();
+    engine.write_record(&record(&object("w"), 2)).unwrap();
+    fs::rename(dir.path().join("w.raw"), &file).unwrap();
+    assert!(problem().unwrap().contains("another object"));
+    assert!(engine.accept_file(&record(&v, 1), expected).is_err());
+    fs::remove_file(&file).unwrap();
+    assert!(problem().unwrap().contains("missing"));
+}
+
+#[test]
+fn a_pool_that_was_set_back_to_an_earlier_state_is_not_healthy() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    assert_eq!(engine.generation().unwrap(), Some(0));
+    for generation in [1, 2] {
+        engine.set_generation(generation).unwrap();
+        engine.expect_generation(generation);
+        engine.inspect().unwrap();
+    }
+    // What a restored snapshot of the pool has.
+    engine.set_generation(1).unwrap();
+    let EngineError::Unhealthy(why) = engine.inspect().unwrap_err() else { panic!("it is unhealthy") };
+    assert!(why.contains("generation 1, and 2 was written"), "{why}");
+    assert!(create(&engine, "v", 4096).is_err());
 }

@@ -313,6 +313,7 @@ mod tests {
             uuid: Uuid::from_u128(1),
             spec,
             marked: true,
+            generation: 0,
             suspension: None,
         };
         let node = Uuid::from_u128(9);

@@ -159,7 +159,7 @@ impl Comparison {
         let known = tx.all_altered_disks()?;
         let mut found = Vec::new();
         for row in tx.attachments(None, None)? {
-            if row.state != AttachmentState::Attached {
+            if row.state == AttachmentState::Attaching {
                 continue;
             }
             let altered = known.get(&row.volume).and_then(|all| all.iter().find(|one| one.node == row.node));
@@ -184,7 +184,7 @@ impl Comparison {
         let id = volume.clone();
         let read = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.attachments(None, Some(&id))?) };
         let rows = self.core.catalog().read(read).await?;
-        for row in rows.iter().filter(|row| row.state == AttachmentState::Attached) {
+        for row in rows.iter().filter(|row| row.state != AttachmentState::Attaching) {
             self.confirm(row).await?;
         }
         Ok(())
@@ -193,6 +193,20 @@ impl Comparison {
     /// Compares a disk under its volume's lock, which excludes attach, detach and the steps of a move.
     async fn confirm(&self, row: &AttachmentRow) -> Result<()> {
         let _lock = self.core.lock_volume(&row.volume).await;
+        self.compare(row).await
+    }
+
+    /// Compares a disk that is about to be detached, if it is known to be altered: it may be right again, and after the detach
+    /// nothing shows that. The caller has the volume's lock.
+    pub(super) async fn compare_if_altered(&self, row: &AttachmentRow) -> Result<()> {
+        let (volume, node) = (row.volume.clone(), row.node);
+        let known = move |tx: &Tx<'_>| -> Result<_> {
+            Ok(tx.altered_disks(&volume)?.iter().any(|known| known.node == node))
+        };
+        if self.core.catalog().read(known).await? { self.compare(row).await } else { Ok(()) }
+    }
+
+    async fn compare(&self, row: &AttachmentRow) -> Result<()> {
         let Some(expected) = self.read(row).await? else { return Ok(()) };
         let own = self.hypervisors.get(&expected.context.node.spec.hypervisor)?;
         let disk = std::slice::from_ref(&expected.disk);
@@ -204,9 +218,7 @@ impl Comparison {
     async fn read(&self, row: &AttachmentRow) -> Result<Option<Expected>> {
         let (id, engines) = (row.id.clone(), self.engines.clone());
         let read = move |tx: &Tx<'_>| -> Result<_> {
-            let Some(row) = tx.attachment(&id)?.filter(|row| row.state == AttachmentState::Attached) else {
-                return Ok(None);
-            };
+            let Some(row) = tx.attachment(&id)? else { return Ok(None) };
             let known = tx.altered_disks(&row.volume)?.into_iter().find(|one| one.node == row.node);
             Self::expected(&engines, tx, row, known).map(Some)
         };

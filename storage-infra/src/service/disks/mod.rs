@@ -19,7 +19,7 @@ use super::reach;
 use super::records::Records;
 use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::image_lock::{self, Holder};
-use crate::engine::{Engine, EngineError, Object};
+use crate::engine::{Engine, EngineError, Expected, Object};
 use crate::hypervisor::{
     AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power, Presence,
 };
@@ -65,12 +65,13 @@ impl Disks {
         context: &mut AttachmentContext,
         is_new: bool,
     ) -> Result<(), AttachError> {
-        let name = Object::Volume(context.volume.id.clone());
-        let source = self
-            .engines
-            .run::<_, Failure, _>(&context.pool, move |engine| Ok(engine.locate(&name)?))
+        let object = Object::Volume(context.volume.id.clone());
+        let expected = Expected { identity: context.volume.disk_uuid, bytes: context.volume.capacity };
+        self.engines
+            .run::<_, Failure, _>(&context.pool, move |engine| Ok(engine.verify(&object, expected)?))
             .await
             .map_err(AttachError::Unknown)?;
+        let source = self.engines.of(&context.pool).source(&context.volume.id);
         if is_new {
             self.refuse_other_users(context, &source).await?;
         }
@@ -220,6 +221,7 @@ impl Disks {
 
     /// Detaches a disk, and proves that it is detached.
     pub(super) async fn detach(&self, context: &AttachmentContext) -> Result<DetachOutcome> {
+        self.comparison.compare_if_altered(&context.row).await?;
         let disk = context.disk(self.engines.of(&context.pool).source(&context.volume.id));
         match self.request_detach(context, &disk).await? {
             DetachOutcome::Detached => self.prove_detached(context, &disk).await,

@@ -381,7 +381,7 @@ mod tests {
             hosts: PoolHosts { names: vec!["b".into()], labels: Labels::new() },
         };
         let name = PoolName::new("p").unwrap();
-        let pool = PoolRow { name, uuid: Uuid::nil(), spec, marked: true, suspension: None };
+        let pool = PoolRow { name, uuid: Uuid::nil(), spec, marked: true, generation: 0, suspension: None };
         let id = VolumeId::new("v").unwrap();
         let on = |hypervisor: &str| NodeRow {
             uuid: Uuid::nil(),

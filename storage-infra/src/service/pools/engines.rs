@@ -75,6 +75,11 @@ impl Engines {
                 ),
             }
         };
+        let fresh = || {
+            let engine = fresh();
+            engine.expect_generation(pool.generation);
+            engine
+        };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
     }
 
@@ -153,6 +158,7 @@ mod tests {
             uuid: Uuid::new_v4(),
             spec,
             marked: false,
+            generation: 0,
             suspension: None,
         };
         let engines = Engines::new(dir.path(), Lease::unlimited());

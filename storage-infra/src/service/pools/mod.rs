@@ -186,6 +186,7 @@ impl Pools {
                     uuid: Uuid::new_v4(),
                     spec: requested,
                     marked: false,
+                    generation: 0,
                     suspension: None,
                 };
                 tx.insert_pool(&row)?;

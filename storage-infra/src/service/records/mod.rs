@@ -5,7 +5,7 @@ mod pending;
 
 use std::sync::Arc;
 
-use infra_api::{SnapshotId, VolumeId, VolumeState};
+use infra_api::{EngineKind, SnapshotId, VolumeId, VolumeState};
 use process_kit::keyed_lock::KeyedLock;
 use tokio::sync::Mutex;
 
@@ -18,7 +18,7 @@ use super::power::{DiskOfPool, PowerStates, has_no_disks};
 use super::problems::{Failure, Result};
 use crate::catalog::{NodeRow, Tx};
 use crate::engine::record::RecordedAttachment;
-use crate::engine::{Engine, EngineError, Object};
+use crate::engine::{Engine, EngineError, Expected, Object};
 use crate::hypervisor::DetachOutcome;
 
 pub(super) use pending::{PendingRecord, snapshot_record, unended, volume_record};
@@ -85,6 +85,22 @@ impl Records {
                 Ok(())
             })
             .await
+    }
+
+    /// Writes the record of a volume to a file that has none, after an operator has said that the file is the volume's.
+    pub(super) async fn accept_file(&self, id: &VolumeId) -> Result<()> {
+        let _lock = self.updates.lock(id.clone()).await;
+        let key = id.clone();
+        let Some(due) = self.core.catalog().read(move |tx| PendingRecord::of(tx, &key)).await? else {
+            return Ok(());
+        };
+        let (record, expected) =
+            (due.record(), Expected { identity: due.row.disk_uuid, bytes: due.row.capacity });
+        let accept = move |engine: &dyn Engine| Ok(engine.accept_file(&record, expected)?);
+        if due.pool.spec.engine == EngineKind::File {
+            self.engines.run::<_, Failure, _>(&due.pool, accept).await?;
+        }
+        Ok(())
     }
 
     /// Fails if a volume's on-disk record is newer than the catalog. Writes nothing to the pool.

@@ -5,7 +5,7 @@
 //! catalog has changed since the last listing, or if that was long ago. A pool with a late check is not checked again
 //! until that check ends.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::catalog::PoolRow;
-use crate::engine::{DirectoryVersion, EngineError, Object};
+use crate::catalog::{PoolRow, Tx};
+use crate::engine::{DirectoryVersion, Engine, EngineError, Expected, Object};
 use crate::service::attachments::Retries;
 use crate::service::conditions::{Conditions, DataError};
 use crate::service::core::Core;
 use crate::service::pools::{Engines, LastPass, timeout_of};
-use crate::service::problems::Result;
+use crate::service::problems::{Failure, Result};
 use crate::service::ticker::Ticker;
 
 /// Check interval of pools.
@@ -32,8 +32,14 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time between two listings of a pool.
 const LISTING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Result of a pool check: the missing volumes, or an error of the pool. Fails if the catalog cannot be read.
-type CheckResult = Result<Result<HashSet<Object>, EngineError>>;
+/// Result of a pool check: the damaged volumes, or an error of the pool. Fails if the catalog cannot be read.
+type CheckResult = Result<Result<Damaged, EngineError>>;
+
+/// Volumes without the right file, with what is wrong.
+type Damaged = HashMap<Object, String>;
+
+/// Interval between new numbers in the marker of a pool: a state that is older is recognized.
+const GENERATION_INTERVAL: Duration = Duration::from_secs(120);
 
 /// The last listing of each pool that found all volumes, by the number of catalog changes and the directory's version.
 type LastListings = HashMap<PoolName, LastPass<(u64, DirectoryVersion)>>;
@@ -48,12 +54,14 @@ pub struct PoolMonitor {
     conditions: Arc<Conditions>,
     retries: Arc<Retries>,
     listings: Mutex<LastListings>,
+    /// When the generation of each pool was advanced.
+    generations: Mutex<HashMap<PoolName, Instant>>,
 }
 
 /// Progress of a check.
 enum Check {
-    /// Completed: the missing volumes, or the error.
-    Done(Result<HashSet<Object>, String>),
+    /// Completed: the damaged volumes, or the error.
+    Done(Result<Damaged, String>),
     /// Still running since this time.
     Late(Instant, JoinHandle<CheckResult>),
 }
@@ -65,7 +73,8 @@ impl PoolMonitor {
         conditions: Arc<Conditions>,
         retries: Arc<Retries>,
     ) -> Self {
-        Self { core, engines, conditions, retries, listings: Mutex::default() }
+        let (listings, generations) = (Mutex::default(), Mutex::default());
+        Self { core, engines, conditions, retries, listings, generations }
     }
 
     /// Checks pools periodically until stopped.
@@ -105,7 +114,7 @@ impl PoolMonitor {
                 }
             };
             let found = match answer {
-                Some(Ok(missing)) => self.confirm_missing(pool, missing).await?,
+                Some(Ok(damaged)) => self.confirm(pool, damaged).await?,
                 Some(Err(why)) => {
                     let message = format!("the pool {} is not healthy: {why}", pool.name);
                     unhealthy.insert(pool.name.clone(), why);
@@ -149,19 +158,51 @@ impl PoolMonitor {
                 return Ok(Err(error));
             }
         };
+        if let Err(failure) = self.advance_generation(pool).await {
+            tracing::debug!(pool = %pool.name, %failure, "cannot advance the generation of the pool");
+        }
         let (version, now) = ((changes, facts.directory), Instant::now());
         if self.last_listing(&pool.name, |last| last.holds(&version, now, LISTING_INTERVAL)) {
-            return Ok(Ok(HashSet::new()));
+            return Ok(Ok(Damaged::new()));
         }
         self.core.metrics().pool_listed(&pool.name);
-        let expected = self.volumes(&pool.name).await?;
-        let expected: HashSet<Object> = expected.into_iter().map(Object::Volume).collect();
-        let missing =
-            self.engines.run::<_, EngineError, _>(pool, move |engine| engine.missing(expected)).await;
-        if missing.as_ref().is_ok_and(HashSet::is_empty) {
+        let name = pool.name.clone();
+        let files = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.files_of_pool(&name)?) }).await?;
+        let expected = |(id, identity, bytes)| (Object::Volume(id), Expected { identity, bytes });
+        let expected: HashMap<Object, Expected> = files.into_iter().map(expected).collect();
+        let damaged =
+            self.engines.run::<_, EngineError, _>(pool, move |engine| engine.damaged(&expected)).await;
+        if damaged.as_ref().is_ok_and(Damaged::is_empty) {
             self.last_listing(&pool.name, |last| last.completed(version, now));
         }
-        Ok(missing)
+        Ok(damaged)
+    }
+
+    /// Writes a higher number to the marker of a pool from time to time, and then to the catalog: a pool with a lower one was
+    /// set back to an earlier state.
+    async fn advance_generation(&self, pool: &PoolRow) -> Result<()> {
+        let now = Instant::now();
+        let is_due = |last: &mut HashMap<PoolName, Instant>| {
+            last.get(&pool.name).is_none_or(|last| now - *last >= GENERATION_INTERVAL)
+        };
+        if !is_due(&mut self.generations.lock().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(());
+        }
+        let known = pool.generation;
+        let advance = move |engine: &dyn Engine| {
+            let Some(found) = engine.generation()? else { return Ok(None) };
+            let next = found.max(known) + 1;
+            engine.set_generation(next)?;
+            Ok(Some(next))
+        };
+        if let Some(next) = self.engines.run::<_, Failure, _>(pool, advance).await? {
+            let name = pool.name.clone();
+            let set = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.set_pool_generation(&name, next)?) };
+            self.core.catalog().run_unsynced(set).await?;
+            self.engines.of(pool).expect_generation(next);
+        }
+        self.generations.lock().unwrap_or_else(PoisonError::into_inner).insert(pool.name.clone(), now);
+        Ok(())
     }
 
     fn last_listing<T>(
@@ -173,27 +214,21 @@ impl PoolMonitor {
         work(listings.entry(pool.clone()).or_default())
     }
 
-    /// Volumes that are really missing: one may have been deleted between reading the catalog and listing the pool.
-    async fn confirm_missing(
-        &self,
-        pool: &PoolRow,
-        missing: HashSet<Object>,
-    ) -> Result<Vec<(VolumeId, DataError)>> {
-        if missing.is_empty() {
+    /// Volumes that are really damaged: one may have been deleted or changed since the catalog was read.
+    async fn confirm(&self, pool: &PoolRow, damaged: Damaged) -> Result<Vec<(VolumeId, DataError)>> {
+        if damaged.is_empty() {
             return Ok(Vec::new());
         }
-        let pool = pool.clone();
+        let pool = pool.name.clone();
         self.core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let mut found = Vec::new();
-                for object in missing {
+                for (object, message) in damaged {
                     let Object::Volume(id) = object else { continue };
-                    if tx.volume(&id)?.is_some_and(|row| row.state == VolumeState::Ready) {
-                        let message = format!(
-                            "the file of volume {id} is missing from {}, the directory of pool {}",
-                            pool.spec.path, pool.name
-                        );
+                    if tx.volume(&id)?.is_some_and(|row| row.state == VolumeState::Ready && row.pool == pool)
+                    {
+                        let message = format!("{message} (pool {pool})");
                         found.push((id, DataError { cause: ConditionCause::File, message }));
                     }
                 }

@@ -74,6 +74,13 @@ impl VolumeChanges {
         Self { core, engines, capacity, disks, records, volumes, comparison }
     }
 
+    /// Accepts the data of a volume as it is, after its file was exchanged or its disk was altered: see
+    /// [`Comparison::accept`].
+    pub async fn accept(&self, id: &VolumeId) -> Result<()> {
+        self.comparison.accept(id).await?;
+        self.records.accept_file(id).await
+    }
+
     /// Changes the row of a volume, and publishes it if `change` says that it changed. The caller has the volume's lock.
     async fn change_row<F>(&self, id: &VolumeId, change: F) -> Result<()>
     where
@@ -126,11 +133,6 @@ impl Volumes {
         comparison: Arc<Comparison>,
     ) -> Self {
         Self { core, engines, capacity, files, copies, conditions, unexpected_disks, comparison }
-    }
-
-    /// Accepts the data of a volume as it is, after its disk was altered: see [`Comparison::accept`].
-    pub async fn accept(&self, id: &VolumeId) -> Result<()> {
-        self.comparison.accept(id).await
     }
 
     /// One volume.

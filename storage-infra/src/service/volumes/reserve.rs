@@ -378,7 +378,14 @@ mod tests {
                 on_full: infra_api::OnFull::default(),
                 hosts: infra_api::PoolHosts::default(),
             };
-            let pool = PoolRow { name: name("b"), uuid: Uuid::nil(), spec, marked: true, suspension: None };
+            let pool = PoolRow {
+                name: name("b"),
+                uuid: Uuid::nil(),
+                spec,
+                marked: true,
+                generation: 0,
+                suspension: None,
+            };
             near(&facts, &pool)
         };
         assert_eq!(of(EngineKind::File), [name("b"), name("a")]);

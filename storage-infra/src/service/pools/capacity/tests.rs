@@ -36,7 +36,7 @@ impl Site {
             hosts: infra_api::PoolHosts::default(),
         };
         let (name, uuid) = (PoolName::new("p").unwrap(), uuid::Uuid::new_v4());
-        let pool = PoolRow { name, uuid, spec, marked: true, suspension: None };
+        let pool = PoolRow { name, uuid, spec, marked: true, generation: 0, suspension: None };
         engines.of(&pool).claim(&pool_record(&pool, 1)).unwrap();
         core.catalog().run(move |tx| -> Result<_> { Ok(tx.insert_pool(&pool)?) }).await.unwrap();
         let conditions = Arc::new(Conditions::new(core.clone()));

@@ -23,7 +23,7 @@ fn volume(id: &str) -> VolumeRow {
         pool: PoolName::new("p").unwrap(),
         capacity: 4096,
         grow_to: None,
-        disk_uuid: Uuid::new_v4(),
+        disk_uuid: Uuid::from_u128(id.bytes().map(u128::from).sum()),
         state: VolumeState::Ready,
         spec: VolumeSpec::of_size(4096),
         created_at: String::new(),
@@ -56,6 +56,7 @@ impl Site {
             uuid: Uuid::new_v4(),
             spec,
             marked: true,
+            generation: 0,
             suspension: None,
         };
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
@@ -68,7 +69,7 @@ impl Site {
         let row = site.pool.clone();
         let insert = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.insert_pool(&row)?) };
         site.monitor.core.catalog().run(insert).await.unwrap();
-        fs::write(site.file("v"), "").unwrap();
+        site.make("v");
         site.register("v").await;
         site
     }
@@ -77,18 +78,26 @@ impl Site {
         self.dir.path().join("pool").join(format!("{volume}.raw"))
     }
 
+    /// Makes the file of a volume, with its record.
+    fn make(&self, id: &str) {
+        let row = volume(id);
+        fs::File::create(self.file(id)).unwrap().set_len(row.capacity).unwrap();
+        let record = crate::service::records::volume_record(&row, 0, Vec::new());
+        self.monitor.engines.of(&self.pool).write_record(&record).unwrap();
+    }
+
     async fn register(&self, id: &str) {
         let row = volume(id);
         let insert = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.insert_volume(&row)?) };
         self.monitor.core.catalog().run(insert).await.unwrap();
     }
 
-    /// Checks after one interval; returns the missing volumes.
+    /// Checks after one interval; returns the damaged volumes.
     async fn check(&self) -> Result<Vec<String>, String> {
         tokio::time::advance(INTERVAL).await;
-        let missing =
+        let damaged =
             self.monitor.check_pool(&self.pool).await.unwrap().map_err(|error| error.to_string())?;
-        Ok(missing.iter().map(ToString::to_string).collect())
+        Ok(damaged.keys().map(ToString::to_string).collect())
     }
 
     fn listings(&self) -> u64 {
@@ -162,7 +171,7 @@ async fn a_late_check_is_awaited_again_and_counts_from_its_start() {
     let (end, ended) = tokio::sync::oneshot::channel::<()>();
     let check = tokio::spawn(async move {
         let _ = ended.await;
-        Ok(Ok(HashSet::new()))
+        Ok(Ok(Damaged::new()))
     });
     let started = Instant::now();
     let Check::Late(since, check) = within(started, check).await.unwrap() else {
@@ -171,5 +180,5 @@ async fn a_late_check_is_awaited_again_and_counts_from_its_start() {
     assert_eq!(since, started);
     let _ = end.send(());
     let done = within(since, check).await.unwrap();
-    assert!(matches!(done, Check::Done(Ok(missing)) if missing.is_empty()));
+    assert!(matches!(done, Check::Done(Ok(damaged)) if damaged.is_empty()));
 }

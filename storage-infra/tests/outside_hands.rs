@@ -447,26 +447,17 @@ async fn a_pool_that_was_restored_from_an_earlier_state_is_not_used() {
     let id = volume("v");
     at.server.client.put_volume(&id, &size(SIZE), SOON).await.unwrap();
     let marker = at.site.path("pool/.nestor-pool");
+    let name = "user.nestor.generation";
     let generation = || {
-        let output = Command::new("getfattr")
-            .args(["--only-values", "-n", "user.nestor.generation"])
-            .arg(&marker)
-            .output()
-            .unwrap();
-        String::from_utf8(output.stdout).unwrap()
+        let mut bytes = [0; 32];
+        let length = rustix::fs::lgetxattr(&marker, name, &mut bytes).ok()?;
+        std::str::from_utf8(&bytes[..length]).ok()?.parse::<u64>().ok()
     };
-    wait_for("the marker has a generation", || generation().parse::<u64>().is_ok_and(|number| number > 1));
+    wait_for("the marker has a generation", || generation().is_some_and(|number| number > 1));
     let At { server, site, libvirt, node, other } = at;
     server.stop();
     // What rsync -X or an LVM snapshot brings back.
-    assert!(
-        Command::new("setfattr")
-            .args(["-n", "user.nestor.generation", "-v", "1"])
-            .arg(&marker)
-            .status()
-            .unwrap()
-            .success()
-    );
+    rustix::fs::setxattr(&marker, name, b"1", rustix::fs::XattrFlags::empty()).unwrap();
     let server = site.start();
     let at = At { server, site, libvirt, node, other };
     let unhealthy = async || at.volume("v").await.condition.cause == Some(ConditionCause::Pool);

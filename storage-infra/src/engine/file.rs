@@ -26,6 +26,7 @@ use rustix::fs::{StatVfsMountFlags, statvfs};
 use uuid::Uuid;
 
 use crate::audit;
+use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource};
 
 use super::adopt::ForeignImage;
@@ -425,7 +426,7 @@ impl Engine for FileEngine {
             // Sync also an unchanged record: its writer may have crashed before the sync.
             file.sync_all().map_err(io_error("sync", &path))
         };
-        fail_point::around(|| Some("engine.file.note".into()), write)
+        fail_point::effect(|| Some("engine.file.note".into()), requested, write)
     }
 
     fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {

@@ -35,6 +35,7 @@ use super::{
     Record, Result, Revisions,
 };
 use crate::audit;
+use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
 use command::Ceph;
 use names::{MARKER, image_name, object_of, part_name};
@@ -432,7 +433,8 @@ impl Engine for RbdEngine {
     fn write_record(&self, record: &Record) -> Result<()> {
         self.check()?;
         let image = record.object().map_or_else(|| self.marker(), |object| self.image(&object));
-        fail_point::around(|| Some("engine.rbd.note".into()), || self.ceph.set_record(&image, record))
+        let write = || self.ceph.set_record(&image, record);
+        fail_point::effect(|| Some("engine.rbd.note".into()), requested, write)
     }
 
     fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {

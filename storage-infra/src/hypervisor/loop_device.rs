@@ -194,8 +194,8 @@ impl LoopDevices {
             host.record(&link, device)?;
         }
         symlink(device, &fresh).map_err(uncertain("create", &fresh))?;
-        let rename = || fs::rename(&fresh, &link);
-        fail_point::around(|| Some("hypervisor.link".into()), rename).map_err(uncertain("create", &link))
+        let rename = || fs::rename(&fresh, &link).map_err(uncertain("create", &link));
+        fail_point::effect(|| Some("hypervisor.link".into()), HypervisorError::Uncertain, rename)
     }
 
     async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {

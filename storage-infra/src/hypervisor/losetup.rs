@@ -58,15 +58,17 @@ pub(super) async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
     let first = arguments.first().map(|argument| argument.to_string_lossy());
     let verb = first.as_deref().map(|first| first.trim_start_matches('-')).filter(|verb| *verb != "list");
     let point = || verb.map(|verb| format!("hypervisor.losetup.{verb}"));
-    let run = Command::new("losetup").args(arguments).output();
-    let output = fail_point::around_async(point, run)
-        .await
-        .map_err(|e| HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}")))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
+    let run = async {
+        let output = Command::new("losetup").args(arguments).output().await.map_err(|e| {
+            HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}"))
+        })?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        let text = String::from_utf8_lossy(&output.stderr);
+        Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
+    };
+    fail_point::effect_async(point, HypervisorError::Uncertain, run).await
 }
 
 /// Lists all loop devices in use, as the kernel reports them.

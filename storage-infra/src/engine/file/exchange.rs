@@ -7,6 +7,7 @@ use std::path::Path;
 
 use super::{FileEngine, MARKER, io_error, record_xattr};
 use crate::audit;
+use crate::fail_points::requested;
 use crate::engine::adopt::{is_at, open_expected, own, refuse_users, rename};
 use crate::engine::{Clearance, CopyProgress, EngineError, Object, Record, Result, qcow2};
 
@@ -28,7 +29,7 @@ impl FileEngine {
             own(&file, path)?;
             record_xattr::write(&file, path, record)?;
             file.sync_all().map_err(io_error("sync", path))?;
-            fail_point::around(|| Some("engine.file.adopt".into()), || rename(path, &to))
+            fail_point::effect(|| Some("engine.file.adopt".into()), requested, || rename(path, &to))
         };
         if let Err(error) = named() {
             if is_at(path, inode)? {
@@ -113,7 +114,8 @@ impl FileEngine {
         if is_at(&from, inode)? {
             self.refuse_another(object, cleared.identity())?;
             self.refuse_open(object)?;
-            fail_point::around(|| Some("engine.file.release".into()), || rename(&from, path))?;
+            let named = || rename(&from, path);
+            fail_point::effect(|| Some("engine.file.release".into()), requested, named)?;
         } else if !is_at(path, inode)? {
             return Err(EngineError::Missing(format!(
                 "the file of {object} is neither at {} nor at {}",

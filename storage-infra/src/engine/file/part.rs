@@ -13,6 +13,7 @@ use crate::engine::transfer::{PartData, copy};
 use crate::engine::{
     Clearance, CopyProgress, EngineError, Method, Object, PartFile, Record, Result, SourceFile,
 };
+use crate::fail_points::requested;
 use crate::hypervisor::DiskSource;
 
 impl FileEngine {
@@ -36,9 +37,8 @@ impl FileEngine {
         part.set_len(bytes).map_err(io_error("set the size of", &from))?;
         record_xattr::write(part, &from, record)?;
         part.sync_all().map_err(io_error("sync", &from))?;
-        let rename = || fs::rename(&from, &to);
-        fail_point::around(|| Some("engine.file.name".into()), rename)
-            .map_err(io_error("rename a file to", &to))?;
+        let rename = || fs::rename(&from, &to).map_err(io_error("rename a file to", &to));
+        fail_point::effect(|| Some("engine.file.name".into()), requested, rename)?;
         self.sync_dir()
     }
 

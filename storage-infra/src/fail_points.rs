@@ -12,12 +12,12 @@ use uuid::Uuid;
 
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{
-    self, Clearance, Contents, CopyProgress, Engine, EngineError, Files, Method, Object, PartFile, PoolFacts, Record,
-    Revisions,
+    self, Clearance, Contents, CopyProgress, Engine, EngineError, Files, Method, Object, PartFile, PoolFacts,
+    Record, Revisions,
 };
 use crate::hypervisor::{
-    self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts, PausedVm,
-    Presence,
+    self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk,
+    NodeFacts, PausedVm, Presence,
 };
 use crate::lease::Lease;
 
@@ -61,7 +61,8 @@ impl Guarded<dyn Hypervisor> {
             self.1.check()?;
             work.await
         };
-        fail_point::effect_async(|| Some(format!("hypervisor.{name}")), HypervisorError::Uncertain, work).await
+        fail_point::effect_async(|| Some(format!("hypervisor.{name}")), HypervisorError::Uncertain, work)
+            .await
     }
 }
 
@@ -99,6 +100,7 @@ impl Engine for Guarded<dyn Engine> {
         record: &Record,
         copying: &CopyProgress,
     ) -> engine::Result<()> {
+        copying.under(&self.1);
         self.effect("fill", || self.0.create_from(cleared, from, bytes, method, record, copying))
     }
 
@@ -139,6 +141,7 @@ impl Engine for Guarded<dyn Engine> {
         record: &Record,
         progress: &CopyProgress,
     ) -> engine::Result<()> {
+        progress.under(&self.1);
         let create = || self.0.create_from_image(cleared, image, inode, bytes, record, progress);
         self.effect("convert", create)
     }

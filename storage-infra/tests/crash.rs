@@ -88,7 +88,8 @@ async fn a_vm_that_is_fenced_is_off_after_a_crash_at_every_step() {
 
 #[tokio::test]
 async fn copies_are_complete_or_absent_after_a_crash_at_every_step() {
-    crash_at_every_step(&mut Driver::new().await, &[Snapshot, Restore, CloneOf, Elsewhere, DeleteSnapshot]).await;
+    crash_at_every_step(&mut Driver::new().await, &[Snapshot, Restore, CloneOf, Elsewhere, DeleteSnapshot])
+        .await;
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::support::libvirtd::{Libvirtd, processes};
 use crate::support::relay::Relay;
 use crate::support::*;
-use infra_api::{Labels, NodeSpec};
+use infra_api::{Labels, NodeSpec, ProblemCode};
 use test_postgres::Cluster;
 use uuid::Uuid;
 
@@ -79,7 +79,8 @@ async fn a_server_that_is_cut_off_ends_and_frees_its_pools_while_a_call_hangs() 
     send("-STOP", &qemu);
     two.site.record_fail_points();
     let client = two.first.client.clone();
-    let hanging = tokio::spawn(async move { client.attach(&attachment("v"), &writer(&volume("v"), node), SOON).await });
+    let hanging =
+        tokio::spawn(async move { client.attach(&attachment("v"), &writer(&volume("v"), node), SOON).await });
     until("the attach is under way", async || {
         fs::read_to_string(two.site.path("points/passed")).unwrap().contains("hypervisor.plug.before")
     })
@@ -183,11 +184,12 @@ async fn a_file_keeps_its_name_when_the_server_that_was_to_rename_it_was_replace
     stop(&second);
     cluster.crash();
     go_on(&first);
-    first.wait_for_crash().await;
-    drop(frozen);
-    assert!(!released.exists(), "the replaced server took the new volume's file away");
+    let answer = frozen.await.unwrap();
+    assert!(!released.exists(), "the replaced server took the new volume's file away: {answer:?}");
     assert_eq!(site.read(&volume("v"), 3, 0), b"new");
     assert!(read_record(&site.file(&volume("v"))).is_some());
+    assert_eq!(code(answer), ProblemCode::Unavailable);
+    first.wait_for_crash().await;
     cluster.start_again();
     go_on(&second);
     becomes_active(&second).await;

@@ -28,6 +28,7 @@ use uuid::Uuid;
 use crate::audit;
 use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource};
+use crate::lease::Lease;
 
 use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
@@ -72,12 +73,20 @@ pub struct FileEngine {
     uuid: Uuid,
     reflink: OnceLock<bool>,
     lock: lock::PoolLock,
+    /// Of the server that uses the pool.
+    lease: Lease,
 }
 
 impl FileEngine {
     /// The pool with this UUID in this directory, for the server with this data directory. Does no I/O.
     pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
-        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock: lock::PoolLock::new(data_dir) }
+        let lock = lock::PoolLock::new(data_dir);
+        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock, lease: Lease::unlimited() }
+    }
+
+    /// The same, for a server with this lease.
+    pub fn under(self, lease: Lease) -> Self {
+        Self { lease, ..self }
     }
 
     fn marker(&self) -> PathBuf {
@@ -215,6 +224,7 @@ impl Engine for FileEngine {
         writeln!(file, "{}", self.uuid).map_err(io_error("write", &path))?;
         record_xattr::write(file.as_file(), &path, pool)?;
         file.as_file().sync_all().map_err(io_error("sync", &path))?;
+        self.lease.check()?;
         file.persist_noclobber(&path).map_err(|e| io_error("create", &path)(e.error))?;
         self.sync_dir()?;
         self.check()
@@ -418,6 +428,7 @@ impl Engine for FileEngine {
         self.check()?;
         let path = record.object().map_or_else(|| self.marker(), |object| self.file(&object));
         let write = || {
+            self.lease.check()?;
             let file = File::open(&path).map_err(io_error("open", &path))?;
             // An unreadable record is overwritten: the catalog is available and intact.
             if !record_xattr::read(&path).is_ok_and(|found| found.as_ref() == Some(record)) {
@@ -431,6 +442,7 @@ impl Engine for FileEngine {
 
     fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
+        self.lease.check()?;
         extend(&self.volume(id), bytes)
     }
 
@@ -441,6 +453,7 @@ impl Engine for FileEngine {
         self.refuse_open(object)?;
         let mut removed = false;
         for path in [self.file(object), self.part(object)] {
+            self.lease.check()?;
             if unlink(&path)? {
                 audit::log_action("remove", object, &path, "it is deleted and not in use");
                 removed = true;
@@ -453,6 +466,7 @@ impl Engine for FileEngine {
         self.check()?;
         let (object, part) = (cleared.object(), self.part(cleared.object()));
         self.refuse_open(object)?;
+        self.lease.check()?;
         if !unlink(&part)? {
             return Ok(());
         }

@@ -37,6 +37,7 @@ use super::{
 use crate::audit;
 use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
+use crate::lease::Lease;
 use command::Ceph;
 use names::{MARKER, image_name, object_of, part_name};
 use output::ClusterState;
@@ -69,7 +70,12 @@ impl RbdEngine {
     /// The pool with this UUID at this location. Does no I/O.
     pub fn new(location: RbdLocation, uuid: Uuid) -> Self {
         let (checked, report, cloning) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { ceph: Ceph::new(location), uuid, checked, report, cloning }
+        Self { ceph: Ceph::new(location, Lease::unlimited()), uuid, checked, report, cloning }
+    }
+
+    /// The same, for a server with this lease.
+    pub fn under(self, lease: Lease) -> Self {
+        Self { ceph: Ceph::new(self.ceph.location, lease), ..self }
     }
 
     fn image(&self, object: &Object) -> RbdImage {

@@ -33,6 +33,7 @@ use super::{
     Power as NodePower, Presence, Result, wwn,
 };
 use crate::hypervisor::{DiskLocation, DiskSource};
+use crate::lease::Lease;
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,6 +46,8 @@ pub struct LoopDevices {
     root: PathBuf,
     /// The only node; without it, the host plays every virtual machine.
     host: Option<ThisHost>,
+    /// Of the server that attaches and detaches.
+    lease: Lease,
 }
 
 /// Power state of a virtual machine, from its state file.
@@ -99,13 +102,18 @@ fn no_copies(disk: &Disk) -> HypervisorError {
 impl LoopDevices {
     /// Plays every virtual machine, with links named `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), host: None }
+        Self { root: root.into(), host: None, lease: Lease::unlimited() }
+    }
+
+    /// The same, for a server with this lease.
+    pub fn under(self, lease: Lease) -> Self {
+        Self { lease, ..self }
     }
 
     /// This host as a node, with links of the same names. Its UUID is in the root directory.
     pub fn of_this_host(root: impl Into<PathBuf>) -> io::Result<Self> {
         let root = root.into();
-        Ok(Self { host: Some(ThisHost::of(&root)?), root })
+        Ok(Self { host: Some(ThisHost::of(&root)?), root, lease: Lease::unlimited() })
     }
 
     fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
@@ -189,6 +197,7 @@ impl LoopDevices {
         let dir = self.root.join(node.to_string());
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let fresh = self.incomplete_link(node, disk);
+        self.lease.check()?;
         remove(&fresh)?;
         if let Some(host) = self.host {
             host.record(&link, device)?;
@@ -341,7 +350,10 @@ impl Hypervisor for LoopDevices {
         });
         let device = match unlinked {
             Some(device) => device.name,
-            None => self.set_up(disk, &backing.path).await?,
+            None => {
+                self.lease.check()?;
+                self.set_up(disk, &backing.path).await?
+            }
         };
         self.set_link(node, disk.uuid, &device)
     }
@@ -374,6 +386,7 @@ impl Hypervisor for LoopDevices {
             let Some(device) = ours.first() else { break };
             if !requested || ours.iter().any(|device| !device.autoclear) {
                 for device in &ours {
+                    self.lease.check()?;
                     losetup(&["--detach".as_ref(), device.name.as_os_str()]).await?;
                 }
                 requested = true;
@@ -388,6 +401,7 @@ impl Hypervisor for LoopDevices {
             }
             now = devices().await?;
         }
+        self.lease.check()?;
         remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
         if let Some(host) = self.host {

@@ -48,7 +48,12 @@ pub fn sample<T>(mut items: Vec<T>, count: usize, seed: u64) -> Vec<T> {
 enum Catalog {
     Sqlite,
     /// In a database, where a passive server waits for the crash of the active one.
-    Database { cluster: Cluster, url: String, standby: Option<Server>, servers: usize },
+    Database {
+        cluster: Cluster,
+        url: String,
+        standby: Option<Server>,
+        servers: usize,
+    },
 }
 
 /// A site with two pools and a VM, and its server.
@@ -106,7 +111,8 @@ impl Driver {
         };
         let mut server = standby.take().unwrap_or_else(&mut start);
         *standby = Some(start());
-        until("the passive server is active", async || server.has_crashed() || is_active(&server).await).await;
+        until("the passive server is active", async || server.has_crashed() || is_active(&server).await)
+            .await;
         let serves = !server.has_crashed();
         self.server = serves.then_some(server);
         serves
@@ -121,7 +127,7 @@ impl Driver {
         match &self.catalog {
             Catalog::Sqlite => is_idle(&self.site),
             Catalog::Database { cluster, url, .. } => {
-                cluster.query(url, &DUE.replace("record_due", "record_due <> 0")) == "0"
+                cluster.query(url, DUE) == "0"
             }
         }
     }
@@ -166,7 +172,8 @@ impl Driver {
             match self.act(operation, round).await {
                 None | Some(Ok(())) => true,
                 Some(Err(error)) => {
-                    let waits = matches!(error.code(), Some(ProblemCode::Unavailable | ProblemCode::NotActive));
+                    let waits =
+                        matches!(error.code(), Some(ProblemCode::Unavailable | ProblemCode::NotActive));
                     // Its connection may end before the process does.
                     assert!(waits || error.code().is_none(), "{operation:?}: {error}");
                     false

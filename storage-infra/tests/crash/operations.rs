@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use crate::support::*;
 use infra_api::{
-    Attachment, AttachmentId, Client, ClientError, MoveSpec, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId,
-    Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
+    Attachment, AttachmentId, Client, ClientError, MoveSpec, PoolName, PoolSpec, ProblemCode, Qos,
+    SnapshotId, Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use uuid::Uuid;
 
@@ -40,8 +40,8 @@ pub enum Operation {
 }
 
 use Operation::{
-    AddPool, Adopt, AdoptImage, Attach, CloneOf, Create, Delete, DeleteSnapshot, Detach, Elsewhere, Fence, Grow, Import,
-    Limit, Move, PowerOff, Release, RemovePool, Restore, Snapshot,
+    AddPool, Adopt, AdoptImage, Attach, CloneOf, Create, Delete, DeleteSnapshot, Detach, Elsewhere, Fence,
+    Grow, Import, Limit, Move, PowerOff, Release, RemovePool, Restore, Snapshot,
 };
 
 /// Objects of an operation. Attachment IDs cannot be reused, so each round has its own names.

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use super::{FileEngine, MARKER, io_error, record_xattr};
 use crate::audit;
-use crate::fail_points::requested;
 use crate::engine::adopt::{is_at, open_expected, own, refuse_users, rename};
 use crate::engine::{Clearance, CopyProgress, EngineError, Object, Record, Result, qcow2};
+use crate::fail_points::requested;
 
 /// Suffixes of the files of a pool.
 const SUFFIXES: [&str; 4] = ["raw", "snap", "vpart", "spart"];
@@ -29,7 +29,11 @@ impl FileEngine {
             own(&file, path)?;
             record_xattr::write(&file, path, record)?;
             file.sync_all().map_err(io_error("sync", path))?;
-            fail_point::effect(|| Some("engine.file.adopt".into()), requested, || rename(path, &to))
+            let rename = || {
+                self.lease.check()?;
+                rename(path, &to)
+            };
+            fail_point::effect(|| Some("engine.file.adopt".into()), requested, rename)
         };
         if let Err(error) = named() {
             if is_at(path, inode)? {
@@ -114,7 +118,10 @@ impl FileEngine {
         if is_at(&from, inode)? {
             self.refuse_another(object, cleared.identity())?;
             self.refuse_open(object)?;
-            let named = || rename(&from, path);
+            let named = || {
+                self.lease.check()?;
+                rename(&from, path)
+            };
             fail_point::effect(|| Some("engine.file.release".into()), requested, named)?;
         } else if !is_at(path, inode)? {
             return Err(EngineError::Missing(format!(

@@ -9,6 +9,7 @@ use rustix::fs::ioctl_ficlone;
 
 use super::{FileEngine, copy_sparse, io_error, record_xattr, unlink};
 use crate::audit;
+use crate::engine::adopt::name;
 use crate::engine::transfer::{PartData, copy};
 use crate::engine::{
     Clearance, CopyProgress, EngineError, Method, Object, PartFile, Record, Result, SourceFile,
@@ -22,6 +23,7 @@ impl FileEngine {
         let part = self.part(cleared.object());
         if !cleared.was_empty() {
             self.refuse_open(cleared.object())?;
+            self.lease.check()?;
             if unlink(&part)? {
                 audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
             }
@@ -37,9 +39,12 @@ impl FileEngine {
         part.set_len(bytes).map_err(io_error("set the size of", &from))?;
         record_xattr::write(part, &from, record)?;
         part.sync_all().map_err(io_error("sync", &from))?;
-        let rename = || fs::rename(&from, &to).map_err(io_error("rename a file to", &to));
-        fail_point::effect(|| Some("engine.file.name".into()), requested, rename)?;
-        self.sync_dir()
+        let rename = || {
+            // The last step after what may have taken hours.
+            self.lease.check()?;
+            name(&from, &to)
+        };
+        fail_point::effect(|| Some("engine.file.name".into()), requested, rename)
     }
 
     /// Opens the incomplete file of an object, with this size, and removes everything from byte `keep` on.
@@ -52,7 +57,7 @@ impl FileEngine {
         };
         // Writes beyond the end would allocate more than they need.
         file.set_len(bytes).map_err(io_error("set the size of", &path))?;
-        Ok(PartFile(PartData::File(file, path)))
+        Ok(PartFile { data: PartData::File(file, path), lease: self.lease.clone() })
     }
 
     /// Gives an incomplete file its name.
@@ -63,7 +68,7 @@ impl FileEngine {
         bytes: u64,
         record: &Record,
     ) -> Result<()> {
-        match &part.0 {
+        match &part.data {
             PartData::File(file, _) => self.complete(file, object, bytes, record),
             PartData::Image(_) => {
                 Err(EngineError::Unsupported(format!("the image of {object} is not in this pool")))

@@ -159,7 +159,7 @@ impl RbdEngine {
     fn open_image(&self, part: RbdImage) -> Result<PartFile> {
         let client = self.ceph.location.client(self.uuid);
         let data = ImageData::of(&RbdSource { image: part, client })?;
-        Ok(PartFile(PartData::Image(data)))
+        Ok(PartFile { data: PartData::Image(data), lease: self.ceph.lease.clone() })
     }
 
     /// Fills an object with the data of a file, or of an image elsewhere.
@@ -185,7 +185,7 @@ impl RbdEngine {
         bytes: u64,
         record: &Record,
     ) -> Result<()> {
-        let PartFile(PartData::Image(image)) = part else {
+        let PartData::Image(image) = part.data else {
             return Err(EngineError::Unsupported(format!("the file of {object} is not in this pool")));
         };
         image.flush()?;

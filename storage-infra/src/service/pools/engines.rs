@@ -65,12 +65,15 @@ impl Engines {
                 EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
             };
             match location {
-                Some(location) => {
-                    fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid)), self.lease.clone())
-                }
+                Some(location) => fail_points::engine(
+                    Arc::new(RbdEngine::new(location, pool.uuid).under(self.lease.clone())),
+                    self.lease.clone(),
+                ),
                 // A location that cannot be read is no directory either, and the engine says so.
                 None => fail_points::engine(
-                    Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)),
+                    Arc::new(
+                        FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir).under(self.lease.clone()),
+                    ),
                     self.lease.clone(),
                 ),
             }

@@ -354,7 +354,7 @@ pub(super) async fn check_moved(at: &At, id: &str, disk: Uuid) {
     assert!(record.get("unfinishedMove").is_none(), "{record}");
 }
 
-async fn clear(at: &At, id: &str) {
+pub(super) async fn clear(at: &At, id: &str) {
     let client = &at.server.client;
     client.detach(&attachment(id), SOON).await.unwrap();
     client.delete_volume(&volume(id)).await.unwrap();

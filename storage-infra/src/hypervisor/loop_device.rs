@@ -207,24 +207,37 @@ impl LoopDevices {
         fail_point::effect(|| Some("hypervisor.link".into()), HypervisorError::Uncertain, rename)
     }
 
-    async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {
-        let attempt = |direct: bool| {
-            let mut arguments: Vec<&std::ffi::OsStr> = vec!["--find".as_ref(), "--show".as_ref()];
-            if direct {
-                arguments.push("--direct-io=on".as_ref());
-            }
-            if disk.read_only {
-                arguments.push("--read-only".as_ref());
-            }
-            arguments.push(path.as_os_str());
-            async move { losetup(&arguments).await }
+    /// A device of the disk's file that no link points to.
+    fn unlinked(&self, disk: &Disk, backing: &Backing, devices: Vec<Device>) -> Result<Option<PathBuf>> {
+        let linked = self.linked()?;
+        let is_free = |device: &Device| {
+            backing.backs(device)
+                && !linked.contains(&device.name)
+                && device.read_only == disk.read_only
+                && !device.autoclear
         };
+        Ok(devices.into_iter().find(is_free).map(|device| device.name))
+    }
+
+    async fn set_up(&self, disk: &Disk, backing: &Backing) -> Result<PathBuf> {
+        let mut refused = String::new();
         // Without direct I/O every page would be cached twice; some filesystems do not support it.
-        let name = match attempt(true).await {
-            Ok(name) => name,
-            Err(_) => attempt(false).await.map_err(|e| HypervisorError::Refused(e.to_string()))?,
-        };
-        Ok(PathBuf::from(name.trim()))
+        for direct in [true, false] {
+            let mut arguments: Vec<&std::ffi::OsStr> = vec!["--find".as_ref(), "--show".as_ref()];
+            arguments.extend(direct.then_some::<&std::ffi::OsStr>("--direct-io=on".as_ref()));
+            arguments.extend(disk.read_only.then_some::<&std::ffi::OsStr>("--read-only".as_ref()));
+            arguments.push(backing.path.as_os_str());
+            self.lease.check()?;
+            match losetup(&arguments).await {
+                Ok(name) => return Ok(PathBuf::from(name.trim())),
+                Err(error) => refused = error.to_string(),
+            }
+            // It may have made the device before the error.
+            if let Some(device) = self.unlinked(disk, backing, devices().await?)? {
+                return Ok(device);
+            }
+        }
+        Err(HypervisorError::Refused(refused))
     }
 }
 
@@ -341,19 +354,9 @@ impl Hypervisor for LoopDevices {
             return Ok(());
         }
         // A crash between the two steps leaves a device without a link; reuse it.
-        let linked = self.linked()?;
-        let unlinked = devices.into_iter().find(|device| {
-            backing.backs(device)
-                && !linked.contains(&device.name)
-                && device.read_only == disk.read_only
-                && !device.autoclear
-        });
-        let device = match unlinked {
-            Some(device) => device.name,
-            None => {
-                self.lease.check()?;
-                self.set_up(disk, &backing.path).await?
-            }
+        let device = match self.unlinked(disk, &backing, devices)? {
+            Some(device) => device,
+            None => self.set_up(disk, &backing).await?,
         };
         self.set_link(node, disk.uuid, &device)
     }
@@ -479,35 +482,4 @@ impl Hypervisor for LoopDevices {
 }
 
 #[cfg(test)]
-mod tests {
-    use infra_api::{DiskOptions, OnFull, Qos};
-
-    use super::*;
-    use crate::hypervisor::{CephClient, RbdImage, RbdSource};
-
-    #[tokio::test]
-    async fn an_rbd_image_is_not_attached_to_a_host_and_the_error_says_so() {
-        let root = tempfile::tempdir().unwrap();
-        let host = LoopDevices::of_this_host(root.path()).unwrap();
-        let node = host_links::HostLinks::at(root.path()).node().unwrap().unwrap();
-        let client = CephClient {
-            conf: "/etc/ceph/ceph.conf".into(),
-            user: "nestor".into(),
-            keyring: "/etc/ceph/keyring".into(),
-            secret: Uuid::from_u128(1),
-        };
-        let image = RbdImage::parse("vms/pvc-1").unwrap();
-        let disk = Disk {
-            uuid: Uuid::from_u128(2),
-            source: DiskSource::Rbd(RbdSource { image, client }),
-            read_only: false,
-            shared: false,
-            qos: Qos::default(),
-            on_full: OnFull::default(),
-            options: DiskOptions::default(),
-        };
-        let refused = host.attach(node, &disk).await.unwrap_err();
-        assert!(matches!(refused, HypervisorError::Unsupported(_)), "{refused}");
-        assert!(refused.to_string().contains("the RBD image vms/pvc-1 is not a file"), "{refused}");
-    }
-}
+mod tests;

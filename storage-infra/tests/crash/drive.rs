@@ -126,9 +126,7 @@ impl Driver {
     fn is_idle(&self) -> bool {
         match &self.catalog {
             Catalog::Sqlite => is_idle(&self.site),
-            Catalog::Database { cluster, url, .. } => {
-                cluster.query(url, DUE) == "0"
-            }
+            Catalog::Database { cluster, url, .. } => cluster.query(url, DUE) == "0",
         }
     }
 

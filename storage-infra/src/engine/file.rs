@@ -46,6 +46,10 @@ pub(super) use scan::scan_pool;
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
 pub(crate) const MARKER: &str = ".nestor-pool";
 
+/// Suffixes of incomplete files, which the epoch of their server follows.
+const VOLUME_PART: &str = "vpart";
+const SNAPSHOT_PART: &str = "spart";
+
 fn file_name(object: &Object) -> String {
     match object {
         Object::Volume(id) => format!("{id}.raw"),
@@ -60,11 +64,28 @@ pub(crate) fn object_of(name: &str) -> Option<Object> {
     volume().or_else(snapshot)
 }
 
-fn part_name(object: &Object) -> String {
-    match object {
-        Object::Volume(id) => format!("{id}.vpart"),
-        Object::Snapshot(id) => format!("{id}.spart"),
-    }
+/// Name of the file that a server of this epoch gives an incomplete object. Two servers never write to one name.
+fn part_name(object: &Object, epoch: Option<i64>) -> String {
+    let name = match object {
+        Object::Volume(id) => format!("{id}.{VOLUME_PART}"),
+        Object::Snapshot(id) => format!("{id}.{SNAPSHOT_PART}"),
+    };
+    epoch.map_or(name.clone(), |epoch| format!("{name}-{epoch}"))
+}
+
+/// The object whose incomplete file has this name, and the epoch of the server that made it.
+fn part_of(name: &str) -> Option<(Object, Option<i64>)> {
+    let (id, suffix) = name.rsplit_once('.')?;
+    let (kind, epoch) = match suffix.split_once('-') {
+        None => (suffix, None),
+        Some((kind, epoch)) => (kind, Some(epoch.parse().ok()?)),
+    };
+    let object = match kind {
+        VOLUME_PART => Object::Volume(VolumeId::new(id).ok()?),
+        SNAPSHOT_PART => Object::Snapshot(SnapshotId::new(id).ok()?),
+        _ => return None,
+    };
+    (part_name(&object, epoch) == name).then_some((object, epoch))
 }
 
 /// Storage engine of a pool whose volumes are raw files in a directory.
@@ -75,18 +96,20 @@ pub struct FileEngine {
     lock: lock::PoolLock,
     /// Of the server that uses the pool.
     lease: Lease,
+    /// Of the server, if there may be several.
+    epoch: Option<i64>,
 }
 
 impl FileEngine {
     /// The pool with this UUID in this directory, for the server with this data directory. Does no I/O.
     pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
         let lock = lock::PoolLock::new(data_dir);
-        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock, lease: Lease::unlimited() }
+        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock, lease: Lease::unlimited(), epoch: None }
     }
 
-    /// The same, for a server with this lease.
-    pub fn under(self, lease: Lease) -> Self {
-        Self { lease, ..self }
+    /// The same, for a server with this lease, and with this epoch if there may be several.
+    pub fn under(self, lease: Lease, epoch: Option<i64>) -> Self {
+        Self { lease, epoch, ..self }
     }
 
     fn marker(&self) -> PathBuf {
@@ -99,7 +122,31 @@ impl FileEngine {
 
     /// Path of an object's file until it is complete.
     fn part(&self, object: &Object) -> PathBuf {
-        self.dir.join(part_name(object))
+        self.dir.join(part_name(object, self.epoch))
+    }
+
+    /// Incomplete files of an object that servers of other epochs left, the latest first.
+    fn left_parts(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        if self.epoch.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut found = Vec::new();
+        for entry in self.names()? {
+            let part = part_of(&entry.file_name().to_string_lossy());
+            let of_object = part.filter(|(one, epoch)| one == object && *epoch != self.epoch);
+            found.extend(of_object.map(|(_, epoch)| (epoch, entry.path())));
+        }
+        found.sort();
+        Ok(found.into_iter().rev().map(|(_, path)| path).collect())
+    }
+
+    /// All files that an object may have.
+    fn all_files(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        Ok([vec![self.file(object)], self.all_parts(object)?].concat())
+    }
+
+    fn all_parts(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        Ok([vec![self.part(object)], self.left_parts(object)?].concat())
     }
 
     fn volume(&self, id: &VolumeId) -> PathBuf {
@@ -179,7 +226,7 @@ impl FileEngine {
     }
 
     fn open_by(&self, object: &Object) -> Result<Option<image_lock::Holder>> {
-        for path in [self.file(object), self.part(object)] {
+        for path in self.all_files(object)? {
             let holder = image_lock::holder(&path).map_err(io_error("check for users of", &path))?;
             if holder.is_some() {
                 return Ok(holder);
@@ -273,7 +320,7 @@ impl Engine for FileEngine {
         let mut names: HashMap<String, Option<&Object>> = HashMap::new();
         for object in known {
             names.insert(file_name(object), Some(object));
-            names.insert(part_name(object), Some(object));
+            names.insert(part_name(object, self.epoch), Some(object));
         }
         for ours in [MARKER, "lost+found"] {
             names.insert(ours.to_owned(), None);
@@ -281,13 +328,18 @@ impl Engine for FileEngine {
         let mut contents = Contents::default();
         for entry in self.names()? {
             let name = entry.file_name().to_string_lossy().into_owned();
-            match names.get(&name) {
+            let left = || part_of(&name).and_then(|(object, _)| known.get(&object));
+            let object = match names.get(&name) {
+                Some(None) => continue,
+                Some(Some(object)) => Some(*object),
+                None => left(),
+            };
+            match object {
                 // A file that was removed since it was listed has nothing allocated.
-                Some(Some(object)) => {
-                    *contents.allocated.entry((*object).clone()).or_default() +=
+                Some(object) => {
+                    *contents.allocated.entry(object.clone()).or_default() +=
                         entry.metadata().map_or(0, |meta| meta.blocks() * 512);
                 }
-                Some(None) => {}
                 None => contents.unknown.push(name),
             }
         }
@@ -304,7 +356,12 @@ impl Engine for FileEngine {
 
     fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;
-        Ok(exists(&self.file(object))? || exists(&self.part(object))?)
+        for path in self.all_files(object)? {
+            if exists(&path)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
@@ -327,7 +384,8 @@ impl Engine for FileEngine {
 
     fn files(&self, object: &Object) -> Result<Files> {
         self.check()?;
-        let (file, unfinished) = (self.file(object), exists(&self.part(object))?);
+        let file = self.file(object);
+        let unfinished = exists(&self.part(object))? || !self.left_parts(object)?.is_empty();
         let mut complete = Vec::new();
         if exists(&file)? {
             // A hypervisor may report either path.
@@ -452,7 +510,7 @@ impl Engine for FileEngine {
         self.refuse_another(object, cleared.identity())?;
         self.refuse_open(object)?;
         let mut removed = false;
-        for path in [self.file(object), self.part(object)] {
+        for path in self.all_files(object)? {
             self.lease.check()?;
             if unlink(&path)? {
                 audit::log_action("remove", object, &path, "it is deleted and not in use");
@@ -464,14 +522,16 @@ impl Engine for FileEngine {
 
     fn remove_incomplete(&self, cleared: &Clearance) -> Result<()> {
         self.check()?;
-        let (object, part) = (cleared.object(), self.part(cleared.object()));
+        let (object, mut removed) = (cleared.object(), false);
         self.refuse_open(object)?;
-        self.lease.check()?;
-        if !unlink(&part)? {
-            return Ok(());
+        for part in self.all_parts(object)? {
+            self.lease.check()?;
+            if unlink(&part)? {
+                audit::log_action("remove", object, &part, "it is incomplete and abandoned");
+                removed = true;
+            }
         }
-        audit::log_action("remove", object, &part, "it is incomplete and abandoned");
-        self.sync_dir()
+        if removed { self.sync_dir() } else { Ok(()) }
     }
 
     fn source(&self, id: &VolumeId) -> DiskSource {

@@ -5,14 +5,21 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{FileEngine, MARKER, io_error, record_xattr};
+use super::{FileEngine, MARKER, SNAPSHOT_PART, VOLUME_PART, io_error, record_xattr};
 use crate::audit;
 use crate::engine::adopt::{is_at, open_expected, own, refuse_users, rename};
 use crate::engine::{Clearance, CopyProgress, EngineError, Object, Record, Result, qcow2};
 use crate::fail_points::requested;
 
 /// Suffixes of the files of a pool.
-const SUFFIXES: [&str; 4] = ["raw", "snap", "vpart", "spart"];
+const SUFFIXES: [&str; 4] = ["raw", "snap", VOLUME_PART, SNAPSHOT_PART];
+
+/// Whether a path has a suffix of the files of a pool.
+fn has_suffix(path: &Path) -> bool {
+    let suffix = path.extension().unwrap_or_default().to_string_lossy();
+    let kind = suffix.split('-').next().unwrap_or_default();
+    SUFFIXES.contains(&kind)
+}
 
 impl FileEngine {
     /// The file keeps its name until it has the record, and then gets that of the volume at once.
@@ -88,8 +95,7 @@ impl FileEngine {
             io::ErrorKind::NotFound => EngineError::Missing(format!("{} does not exist", from.display())),
             _ => io_error("read the metadata of", &from)(error),
         })?;
-        let is_reserved = path.file_name().is_some_and(|name| name == MARKER)
-            || path.extension().is_some_and(|suffix| SUFFIXES.iter().any(|reserved| suffix == *reserved));
+        let is_reserved = path.file_name().is_some_and(|name| name == MARKER) || has_suffix(path);
         if is_reserved {
             let reserved = SUFFIXES.join(", .");
             return unsuitable(format!(

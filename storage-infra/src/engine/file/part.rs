@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use rustix::fs::ioctl_ficlone;
 
-use super::{FileEngine, copy_sparse, io_error, record_xattr, unlink};
+use super::{FileEngine, copy_sparse, exists, io_error, record_xattr, unlink};
 use crate::audit;
 use crate::engine::adopt::name;
 use crate::engine::transfer::{PartData, copy};
@@ -23,9 +23,11 @@ impl FileEngine {
         let part = self.part(cleared.object());
         if !cleared.was_empty() {
             self.refuse_open(cleared.object())?;
-            self.lease.check()?;
-            if unlink(&part)? {
-                audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
+            for part in self.all_parts(cleared.object())? {
+                self.lease.check()?;
+                if unlink(&part)? {
+                    audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
+                }
             }
         }
         let mut options = OpenOptions::new();
@@ -136,6 +138,13 @@ impl FileEngine {
     fn truncated_part(&self, cleared: &Clearance, keep: u64) -> Result<File> {
         let path = self.part(cleared.object());
         self.refuse_open(cleared.object())?;
+        // What an earlier server left gets this one's name: it has the lock of the pool, so the earlier one has ended.
+        if !exists(&path)?
+            && let Some(left) = self.left_parts(cleared.object())?.first()
+        {
+            self.lease.check()?;
+            name(left, &path)?;
+        }
         let file =
             OpenOptions::new().read(true).write(true).open(&path).map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => EngineError::Missing(format!("{} does not exist", path.display())),

@@ -136,6 +136,7 @@ impl RbdEngine {
             return self.create_part(cleared.object(), bytes);
         }
         let part = self.part(cleared.object());
+        self.take_over_part(cleared.object())?;
         match self.ceph.size(&part)? {
             Some(length) if length >= keep => {}
             found => {
@@ -147,6 +148,21 @@ impl RbdEngine {
         }
         self.ceph.cut(&part, keep, bytes)?;
         self.open_image(part)
+    }
+
+    /// Gives what an earlier server received this one's name, once that server has it open no longer.
+    fn take_over_part(&self, object: &Object) -> Result<()> {
+        let part = self.part(object);
+        if self.ceph.size(&part)?.is_some() {
+            return Ok(());
+        }
+        let Some(left) = self.left_parts(object)?.into_iter().next() else { return Ok(()) };
+        if let Some(holder) = self.watched_by(&left)? {
+            return Err(EngineError::Unhealthy(format!(
+                "the image {left} is still open in a server that was replaced: {holder}; retry"
+            )));
+        }
+        self.ceph.rename(&left, &part).map(drop)
     }
 
     /// Creates the incomplete image of an object, empty, and opens it; removes the previous one.

@@ -123,9 +123,9 @@ async fn operations_are_complete_or_absent_after_two_servers_crashed() {
     let mut chosen = 0;
     for operation in sample(FAILED_OVER.to_vec(), cases(), seed()) {
         let steps = driver.record(operation).await;
-        for step in sample(steps, cases().div_ceil(2), seed()) {
+        for step in sample(steps, cases().div_ceil(4), seed()) {
             let passed = driver.crash(operation, &step).await.len();
-            let numbers = sample((1..=passed).collect(), cases().div_ceil(3), seed());
+            let numbers = sample((1..=passed).collect(), cases().div_ceil(8), seed());
             for number in &numbers {
                 driver.crash_twice(operation, &step, *number).await;
             }

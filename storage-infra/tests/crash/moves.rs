@@ -134,7 +134,7 @@ async fn an_attached_volume_has_one_file_after_two_crashes_in_its_move() {
     let all = mover.record().await;
     for step in sample(all, cases(), seed()) {
         let passed = mover.crash(&step).await;
-        for number in sample((1..=passed).collect(), cases().div_ceil(2), seed()) {
+        for number in sample((1..=passed).collect(), cases().div_ceil(4), seed()) {
             mover.crash_twice(&step, "*", number).await;
         }
     }

@@ -110,10 +110,11 @@ impl Driver {
             self.site.start_with_data(&format!("data{servers}"))
         };
         let mut server = standby.take().unwrap_or_else(&mut start);
-        *standby = Some(start());
         until("the passive server is active", async || server.has_crashed() || is_active(&server).await)
             .await;
         let serves = !server.has_crashed();
+        // Only now: of two passive servers, either may take over.
+        *standby = serves.then(start);
         self.server = serves.then_some(server);
         serves
     }

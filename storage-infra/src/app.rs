@@ -31,6 +31,8 @@ use crate::hypervisor::Hypervisor;
 use crate::hypervisor::libvirt::Libvirt;
 use crate::hypervisor::loop_device::LoopDevices;
 use crate::hypervisor::simulated::Simulated;
+use crate::lease::Lease;
+use crate::lease_end;
 use crate::metrics::Metrics;
 use crate::placement::{Host, Hosts};
 use crate::service::Service;
@@ -130,7 +132,8 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     metrics.certificates().set(expiry(&options));
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
-    let hypervisors = hypervisors(&options.hypervisors)?;
+    // Also a passive server says at once what is wrong with its flags.
+    drop(hypervisors(&options.hypervisors, &Lease::ended())?);
     let hosts = hosts(&options)?;
     let standby = Standby::default();
     let mut listeners = Listeners {
@@ -158,6 +161,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
                 failure = supervise::failure() => anyhow::bail!(failure),
             };
             pings.abort();
+            lease_end::watch(lead.lease().clone()).context("cannot watch the lease")?;
             Some(lead)
         }
     };
@@ -167,6 +171,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     };
     let lease = catalog.lease().clone();
     let watched = catalog.clone();
+    let hypervisors = hypervisors(&options.hypervisors, &lease)?;
     let service = Service::new(catalog, hypervisors, hosts, metrics.clone(), options.file_dirs.clone());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
@@ -295,14 +300,17 @@ fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> 
     loops.into_iter().map(|(name, work)| supervise::background(name, until(), work)).collect()
 }
 
-/// Builds the hypervisors named by flags.
-pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
+/// Builds the hypervisors named by flags, which act only during the lease.
+pub fn hypervisors(
+    flags: &[HypervisorFlag],
+    lease: &Lease,
+) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
     let mut all: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
     for flag in flags {
         let hypervisor: Arc<dyn Hypervisor> = match &flag.target {
-            HypervisorTarget::Libvirt(uri) => Arc::new(Libvirt::new(uri)),
-            HypervisorTarget::Host(root) => Arc::new(this_host(root)?),
-            HypervisorTarget::Loop(root) => Arc::new(LoopDevices::new(root)),
+            HypervisorTarget::Libvirt(uri) => Arc::new(Libvirt::new(uri, lease.clone())),
+            HypervisorTarget::Host(root) => Arc::new(this_host(root)?.under(lease.clone())),
+            HypervisorTarget::Loop(root) => Arc::new(LoopDevices::new(root).under(lease.clone())),
             HypervisorTarget::Simulated(root, delay) => Arc::new(Simulated::new(root, *delay)),
         };
         if all.insert(flag.name.clone(), hypervisor).is_some() {

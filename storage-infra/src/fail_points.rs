@@ -1,24 +1,23 @@
 //! What every effect of an engine or a hypervisor passes: the server's lease, without which it has no effect, and fail points
-//! around it, where a test can make the server crash (see crate `fail_point`). Names of fail points: `engine.<effect>` and
-//! `hypervisor.<effect>`, with the suffix `.before` or `.after`.
+//! around it, where a test can make the server crash, or the effect report an error (see crate `fail_point`). Names of fail
+//! points: `engine.<effect>` and `hypervisor.<effect>`, with the suffix `.before` or `.after`.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use fail_point::{around, around_async};
 use infra_api::VolumeId;
 use uuid::Uuid;
 
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{
-    self, Clearance, Contents, CopyProgress, Engine, Expected, Files, Method, Object, PartFile, PoolFacts,
-    Record, Revisions,
+    self, Clearance, Contents, CopyProgress, Engine, EngineError, Expected, Files, Method, Object, PartFile,
+    PoolFacts, Record, Revisions,
 };
 use crate::hypervisor::{
-    self, AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, MirroredDisk, NodeFacts,
-    PausedVm, Presence,
+    self, AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk,
+    NodeFacts, PausedVm, Presence,
 };
 use crate::lease::Lease;
 
@@ -32,6 +31,11 @@ pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>, lease: Lease) -> Arc<d
     Arc::new(Guarded(hypervisor, lease))
 }
 
+/// The error of an engine's effect that a test requests.
+pub(crate) fn requested(why: String) -> EngineError {
+    EngineError::Io { what: why, source: std::io::Error::other("requested by a test") }
+}
+
 /// An engine or a hypervisor that has effects only during the lease.
 struct Guarded<T: ?Sized>(Arc<T>, Lease);
 
@@ -42,7 +46,7 @@ impl Guarded<dyn Engine> {
             self.1.check()?;
             work()
         };
-        around(|| Some(format!("engine.{name}")), work)
+        fail_point::effect(|| Some(format!("engine.{name}")), requested, work)
     }
 }
 
@@ -57,7 +61,8 @@ impl Guarded<dyn Hypervisor> {
             self.1.check()?;
             work.await
         };
-        around_async(|| Some(format!("hypervisor.{name}")), work).await
+        fail_point::effect_async(|| Some(format!("hypervisor.{name}")), HypervisorError::Uncertain, work)
+            .await
     }
 }
 
@@ -95,6 +100,7 @@ impl Engine for Guarded<dyn Engine> {
         record: &Record,
         copying: &CopyProgress,
     ) -> engine::Result<()> {
+        copying.under(&self.1);
         self.effect("fill", || self.0.create_from(cleared, from, bytes, method, record, copying))
     }
 
@@ -135,6 +141,7 @@ impl Engine for Guarded<dyn Engine> {
         record: &Record,
         progress: &CopyProgress,
     ) -> engine::Result<()> {
+        progress.under(&self.1);
         let create = || self.0.create_from_image(cleared, image, inode, bytes, record, progress);
         self.effect("convert", create)
     }
@@ -351,8 +358,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::engine::{EngineError, FileEngine};
-    use crate::hypervisor::HypervisorError;
+    use crate::engine::FileEngine;
     use crate::hypervisor::simulated::Simulated;
     use crate::lease::clock;
 

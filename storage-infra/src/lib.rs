@@ -32,6 +32,7 @@ pub mod fuzzing;
 mod host_disks;
 pub mod hypervisor;
 pub mod lease;
+mod lease_end;
 pub mod metrics;
 pub mod placement;
 pub mod recover;

@@ -1,398 +1,136 @@
 //! Crash tests: the server crashes at every fail point of every operation, is restarted, and the request is repeated.
 //! Afterwards the requested objects exist exactly once and no data is lost. The fail points are recorded from a run
 //! of the operation, so that new ones are tested automatically. Runs as root.
+//!
+//! Beyond these, it crashes again while it recovers, and each effect and each commit reports an error, done or not. Of the cases
+//! that take long, `NESTOR_CRASH_CASES` of each operation and each kind run: a number, or `all`. They are chosen by
+//! `NESTOR_CRASH_SEED`.
 
-use std::collections::HashMap;
-use std::fs;
-use std::path::PathBuf;
+mod drive;
+mod moves;
+mod operations;
 
-use crate::support::*;
-use infra_api::{
-    Attachment, AttachmentId, ClientError, MoveSpec, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId,
-    Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
-};
-use uuid::Uuid;
+use std::time::Instant;
 
-const BYTES: &[u8] = b"every acknowledged byte";
+use drive::{Driver, Step, sample};
+use operations::Operation::{self, *};
 
-/// Operation during which the server crashes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Operation {
-    Create,
-    Delete,
-    Grow,
-    Attach,
-    Detach,
-    Snapshot,
-    DeleteSnapshot,
-    Restore,
-    Elsewhere,
-    Limit,
-    AddPool,
-    RemovePool,
-    Import,
-    Adopt,
-    AdoptImage,
-    Release,
-    Move,
-}
+/// Cases of each operation and each kind in a usual run.
+const CASES: usize = 3;
+/// Operations for which also the cases of one crash or of one failed write take long: they wait for a VM or for a repair.
+const SLOW: [Operation; 5] = [Grow, Limit, Detach, Move, PowerOff];
 
-use Operation::*;
-
-/// Objects of an operation. Attachment IDs cannot be reused, so each round has its own names.
-struct Round {
-    volume: VolumeId,
-    other: VolumeId,
-    snapshot: SnapshotId,
-    attachment: AttachmentId,
-    pool: PoolName,
-    dir: PathBuf,
-    /// A raw file in the pool's directory.
-    raw: PathBuf,
-    /// An image elsewhere.
-    image: PathBuf,
-    node: Uuid,
-}
-
-impl Round {
-    fn new(number: usize, site: &Site, node: Uuid) -> Self {
-        Self {
-            volume: volume(&format!("v{number}")),
-            other: volume(&format!("w{number}")),
-            snapshot: snapshot(&format!("s{number}")),
-            attachment: attachment(&format!("a{number}")),
-            pool: PoolName::new(format!("more{number}")).unwrap(),
-            dir: site.path(&format!("more{number}")),
-            raw: site.path(&format!("pool/raw{number}.img")),
-            image: site.path(&format!("files/image{number}.qcow2")),
-            node,
-        }
-    }
-
-    fn more(&self) -> PoolSpec {
-        PoolSpec {
-            engine: infra_api::EngineKind::File,
-            path: text(&self.dir).to_owned(),
-            labels: infra_api::Labels::new(),
-            cordoned: false,
-            on_full: infra_api::OnFull::default(),
-            hosts: infra_api::PoolHosts::default(),
-        }
-    }
-
-    fn elsewhere(&self) -> VolumeSpec {
-        let mut spec = cloned(&self.volume, MIB);
-        spec.placement.pool = Some(PoolName::new("far").unwrap());
-        spec
-    }
-
-    /// Creates the preconditions of the operation.
-    async fn prepare(&self, operation: Operation, site: &Site, server: &Server) {
-        let client = &server.client;
-        match operation {
-            Create => return,
-            Adopt => {
-                write_raw(&self.raw);
-                return;
-            }
-            AdoptImage => {
-                let raw = self.image.with_extension("raw");
-                write_raw(&raw);
-                let mut convert = std::process::Command::new("qemu-img");
-                convert.args(["convert", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&self.image);
-                assert!(convert.status().unwrap().success());
-                return;
-            }
-            AddPool | RemovePool => {
-                fs::create_dir_all(&self.dir).unwrap();
-                if operation == RemovePool {
-                    client.put_pool(&self.pool, &self.more()).await.unwrap();
-                }
-                return;
-            }
-            _ => {}
-        }
-        client.put_volume(&self.volume, &near(), SOON).await.unwrap();
-        site.write(&self.volume, BYTES, 4096);
-        if matches!(operation, Grow | Detach | Limit) {
-            client.attach(&self.attachment, &writer(&self.volume, self.node), SOON).await.unwrap();
-        }
-        if matches!(operation, DeleteSnapshot | Restore) {
-            client.put_snapshot(&self.snapshot, &of(&self.volume), SOON).await.unwrap();
-        }
-    }
-
-    async fn act(&self, operation: Operation, server: &Server) -> Result<(), ClientError> {
-        let client = &server.client;
-        match operation {
-            Create => client.put_volume(&self.volume, &near(), SOON).await.map(drop),
-            Delete => client.delete_volume(&self.volume).await,
-            Grow => {
-                let size = VolumeSize { capacity_bytes: 2 * MIB, limit_bytes: None };
-                client.expand_volume(&self.volume, &size).await.map(drop)
-            }
-            Attach => client.attach(&self.attachment, &writer(&self.volume, self.node), SOON).await.map(drop),
-            Detach => client.detach(&self.attachment, SOON).await,
-            Snapshot => client.put_snapshot(&self.snapshot, &of(&self.volume), SOON).await.map(drop),
-            DeleteSnapshot => client.delete_snapshot(&self.snapshot).await,
-            Restore => client.put_volume(&self.other, &restored(&self.snapshot, MIB), SOON).await.map(drop),
-            Elsewhere => client.put_volume(&self.other, &self.elsewhere(), SOON).await.map(drop),
-            Limit => client.put_qos(&self.volume, &limit()).await.map(drop),
-            Import => self.import(client).await,
-            Adopt => client.adopt(&self.volume, &adoption(&self.raw), SOON).await.map(drop),
-            AdoptImage => client.adopt(&self.volume, &adoption(&self.image), SOON).await.map(drop),
-            Release => {
-                let to = infra_api::Release { path: Some(text(&self.raw).to_owned()) };
-                match client.release(&self.volume, &to).await {
-                    // It was released before the crash.
-                    Err(error) if error.code() == Some(ProblemCode::NotFound) => Ok(()),
-                    result => result.map(drop),
-                }
-            }
-            Move => {
-                let spec = MoveSpec { pool: PoolName::new("far").unwrap(), bytes_per_second: None };
-                client.move_volume(&self.volume, &spec).await?;
-                until("the move is complete", async || match client.get_volume(&self.volume).await {
-                    Ok(found) => found.is_some_and(|volume| volume.moving.is_none()),
-                    // The server crashed.
-                    Err(_) => true,
-                })
-                .await;
-                client.get_volume(&self.volume).await.map(drop)
-            }
-            AddPool => client.put_pool(&self.pool, &self.more()).await.map(drop),
-            RemovePool => client.delete_pool(&self.pool).await,
-        }
-    }
-
-    /// Checks that the requested objects exist, and no others.
-    async fn check(&self, operation: Operation, site: &Site, server: &Server) {
-        let client = &server.client;
-        let volumes = client.list_volumes(None, None).await.unwrap().items;
-        let snapshots = client.list_snapshots(None, None, None).await.unwrap().items;
-        let attachments = client.list_attachments(None, None).await.unwrap();
-        let mut ids: Vec<&VolumeId> = volumes.iter().map(|volume| &volume.id).collect();
-        ids.sort();
-        let expected = match operation {
-            Delete | AddPool | RemovePool | Release => vec![],
-            Restore | Elsewhere | Import => vec![&self.volume, &self.other],
-            _ => vec![&self.volume],
-        };
-        assert_eq!(ids, expected);
-        assert!(volumes.iter().all(|volume| volume.state == VolumeState::Ready && volume.condition.healthy));
-        let snapshot = matches!(operation, Snapshot | Restore);
-        assert_eq!(snapshots.len(), usize::from(snapshot));
-        assert!(snapshots.iter().all(|snapshot| snapshot.state == VolumeState::Ready));
-        let attached = matches!(operation, Grow | Attach | Limit);
-        assert_eq!(attachments.len(), usize::from(attached));
-        assert_eq!(site.devices().len(), usize::from(attached));
-        assert!(volumes.iter().all(|volume| volume.attached_to.len() == usize::from(attached)));
-        let given_away = operation == Release;
-        // The last scan may be older.
-        until("only a released file belongs to no volume", async || {
-            client.list_pools().await.unwrap();
-            client.health().await.unwrap().unknown_files == u64::from(given_away)
-        })
-        .await;
-        if given_away {
-            assert_eq!(&fs::read(&self.raw).unwrap()[4096..4096 + BYTES.len()], BYTES);
-            assert_eq!(read_record(&self.raw), None);
-        }
-        assert!(operation != Adopt || !self.raw.exists());
-        assert_eq!(client.list_pools().await.unwrap().len(), if operation == AddPool { 3 } else { 2 });
-        let limits = if operation == Limit { limit() } else { Qos::default() };
-        let size = if operation == Grow { 2 * MIB } else { MIB };
-        if operation == Move {
-            assert_eq!(volumes[0].pool.as_str(), "far");
-            assert!(!site.path("pool").join(format!("{}.raw", self.volume)).exists());
-        }
-        for volume in &volumes {
-            assert_eq!((volume.qos, volume.capacity_bytes), (limits, size));
-            let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
-            let bytes = fs::read(&path).unwrap();
-            assert_eq!(bytes.len() as u64, size);
-            let wrote = operation != Create;
-            assert_eq!(&bytes[4096..4096 + BYTES.len()] == BYTES, wrote, "{}", volume.id);
-            assert!(bytes[..4096].iter().chain(&bytes[4096 + BYTES.len()..]).all(|byte| *byte == 0));
-        }
-        for volume in &volumes {
-            let link = site.link(self.node, volume.disk_uuid);
-            assert_eq!(fs::symlink_metadata(&link).is_ok(), attached);
-        }
-        self.recoverable(&volumes, &attachments, site);
-    }
-
-    /// Imports a volume from the other, from where an earlier attempt ended.
-    async fn import(&self, client: &infra_api::Client) -> Result<(), ClientError> {
-        use futures::TryStreamExt;
-        let source = infra_api::VolumeSource::Volume(self.volume.clone());
-        let stream: Vec<u8> = client.export(&source, None).await?.try_concat().await?;
-        if client.put_import(&self.other, &near()).await?.complete {
-            return Ok(());
-        }
-        client.send_import(&self.other, false, futures::stream::iter([Ok(stream)])).await.map(drop)
-    }
-
-    /// Checks that the on-disk records in the pools equal the catalog.
-    fn recoverable(&self, volumes: &[Volume], attachments: &[Attachment], site: &Site) {
-        for volume in volumes {
-            let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
-            let record = read_record(&path).unwrap();
-            assert_eq!(record["diskUuid"], volume.disk_uuid.to_string());
-            let holders = record["holders"].as_array().unwrap();
-            let ids: Vec<&str> = holders.iter().map(|holder| holder["id"].as_str().unwrap()).collect();
-            let expected: Vec<&str> = attachments
-                .iter()
-                .filter(|attachment| attachment.volume == volume.id)
-                .map(|attachment| attachment.id.as_str())
-                .collect();
-            assert_eq!(ids, expected, "{}", volume.id);
-        }
-    }
-
-    /// Deletes everything and checks that nothing is left.
-    async fn clear(&self, site: &Site, server: &Server) {
-        let client = &server.client;
-        client.detach(&self.attachment, SOON).await.unwrap();
-        client.delete_volume(&self.other).await.unwrap();
-        client.delete_snapshot(&self.snapshot).await.unwrap();
-        client.delete_volume(&self.volume).await.unwrap();
-        let _ = fs::remove_file(&self.raw);
-        client.delete_pool(&self.pool).await.unwrap();
-        assert!(client.list_volumes(None, None).await.unwrap().items.is_empty());
-        assert!(site.devices().is_empty());
-        for dir in ["pool", "far"] {
-            let names = fs::read_dir(site.path(dir)).unwrap().map(|entry| entry.unwrap().file_name());
-            let mut names: Vec<_> = names.filter(|name| name != "lost+found").collect();
-            names.sort();
-            assert_eq!(names, [".nestor-pool"], "{dir}");
-        }
-        assert!(!self.dir.join(".nestor-pool").exists());
+/// How many cases of each operation and kind run.
+fn cases() -> usize {
+    match std::env::var("NESTOR_CRASH_CASES") {
+        Ok(text) if text == "all" => usize::MAX,
+        Ok(text) => text.parse().expect("NESTOR_CRASH_CASES is a number or `all`"),
+        Err(_) => CASES,
     }
 }
 
-fn near() -> VolumeSpec {
-    let mut spec = size(MIB);
-    spec.placement.pool = Some(pool());
-    spec
+fn seed() -> u64 {
+    std::env::var("NESTOR_CRASH_SEED").map_or(37, |text| text.parse().expect("NESTOR_CRASH_SEED is a number"))
 }
 
-fn write_raw(path: &std::path::Path) {
-    use std::os::unix::fs::FileExt;
-    let file = fs::File::create(path).unwrap();
-    file.set_len(MIB).unwrap();
-    file.write_all_at(BYTES, 4096).unwrap();
-}
-
-fn adoption(path: &std::path::Path) -> infra_api::Adoption {
-    let path = text(path).to_owned();
-    infra_api::Adoption {
-        path,
-        pool: Some(pool()),
-        qos: Qos::default(),
-        shareable: false,
-        owner: Default::default(),
-    }
-}
-
-fn limit() -> Qos {
-    Qos { iops: Some(100), bytes_per_second: None }
-}
-
-/// Retries until the operation is done: recovery may delay it.
-async fn retry_until_done(round: &Round, operation: Operation, server: &Server) {
-    until("the operation is done", async || match round.act(operation, server).await {
-        Ok(()) => true,
-        Err(error) => {
-            let wait = matches!(error.code(), Some(ProblemCode::Unavailable));
-            assert!(wait, "{operation:?}: {error}");
-            false
-        }
-    })
-    .await;
-}
-
-async fn site() -> (Site, Uuid) {
-    let mut site = Site::reflink();
-    site.mount("far", &["mkfs.ext4", "-q", "-F"]);
-    fs::create_dir(site.path("files")).unwrap();
-    site.flags = vec!["--file-dir".to_owned(), text(&site.path("files")).to_owned()];
-    let node = Uuid::new_v4();
-    let server = site.ready(&[node]).await;
-    let far = PoolSpec { path: text(&site.path("far")).to_owned(), ..site.pool_spec() };
-    server.client.put_pool(&PoolName::new("far").unwrap(), &far).await.unwrap();
-    server.kill();
-    (site, node)
-}
-
-/// Crashes the server at each fail point of these operations, and prints the number of crashes.
-async fn crash_at_every_step(operations: &[Operation]) {
-    let (site, node) = site().await;
-    let (mut server, mut number, mut crashes) = (site.start(), 0, 0);
+/// Crashes the server at each fail point of these operations, at some of them twice, and lets some writes fail. Prints what it did.
+async fn crash_at_every_step(driver: &mut Driver, operations: &[Operation]) {
     for operation in operations {
-        let mut next = || {
-            number += 1;
-            Round::new(number, &site, node)
-        };
-        let round = next();
-        round.prepare(*operation, &site, &server).await;
-        wait_until_idle(&site).await;
-        site.record_fail_points();
-        round.act(*operation, &server).await.unwrap();
-        wait_until_idle(&site).await;
-        let steps = site.passed_fail_points();
-        round.check(*operation, &site, &server).await;
-        round.clear(&site, &server).await;
-        assert!(steps.iter().any(|step| step.starts_with("catalog.")), "{operation:?}: {steps:?}");
-        let mut times: HashMap<&str, usize> = HashMap::new();
-        for step in &steps {
-            let time = times.entry(step).or_default();
-            *time += 1;
-            let round = next();
-            round.prepare(*operation, &site, &server).await;
-            wait_until_idle(&site).await;
-            site.arm(step, *time);
-            // The operation may have completed before the crash.
-            let _ = round.act(*operation, &server).await;
-            server.wait_for_crash().await;
-            server = site.start();
-            retry_until_done(&round, *operation, &server).await;
-            wait_until_idle(&site).await;
-            println!("{operation:?} at {step}, pass {time}");
-            round.check(*operation, &site, &server).await;
-            round.clear(&site, &server).await;
-            crashes += 1;
+        let begin = Instant::now();
+        let steps = driver.record(*operation).await;
+        let mut again = Vec::new();
+        let first =
+            if *operation == PowerOff { sample(steps.clone(), cases(), seed()) } else { steps.clone() };
+        for step in &first {
+            let passed = driver.crash(*operation, step).await;
+            again.extend((1..=passed.len()).map(|number| (step.clone(), number)));
         }
+        let once = begin.elapsed();
+        let chosen = sample(again.clone(), cases(), seed());
+        for (step, number) in &chosen {
+            driver.crash_twice(*operation, step, *number).await;
+        }
+        let twice = begin.elapsed() - once;
+        let failed = if SLOW.contains(operation) { cases() } else { usize::MAX };
+        let writes = sample(failures(&steps), failed, seed());
+        for (write, how) in &writes {
+            driver.fail(*operation, write, how).await;
+        }
+        println!(
+            "{operation:?}: {} crashes in {once:?}; {} of {} second crashes in {twice:?}; {} failed writes in {:?}",
+            first.len(),
+            chosen.len(),
+            again.len(),
+            writes.len(),
+            begin.elapsed() - once - twice
+        );
     }
-    println!("{} operations, {crashes} crashes", operations.len());
+    println!("{} operations, {} crashes", operations.len(), driver.crashes);
+}
+
+/// The writes among these steps, each with the ways in which it can fail.
+fn failures(steps: &[Step]) -> Vec<(Step, &'static str)> {
+    let write = |step: &Step| {
+        let point = step.point.strip_suffix(".before")?.to_owned();
+        Some(Step { point, ..step.clone() })
+    };
+    let writes = steps.iter().filter_map(write);
+    writes.flat_map(|write| [(write.clone(), "undone"), (write, "done")]).collect()
 }
 
 #[tokio::test]
 async fn volume_operations_are_consistent_after_a_crash_at_every_step() {
-    crash_at_every_step(&[Create, Grow, Limit, Delete]).await;
+    crash_at_every_step(&mut Driver::new().await, &[Create, Grow, Limit, Delete]).await;
 }
 
 #[tokio::test]
-async fn attach_and_detach_are_consistent_after_a_crash_at_every_step() {
-    crash_at_every_step(&[Attach, Detach]).await;
+async fn attach_detach_and_fence_are_consistent_after_a_crash_at_every_step() {
+    crash_at_every_step(&mut Driver::new().await, &[Attach, Detach, Fence]).await;
+}
+
+#[tokio::test]
+async fn a_vm_that_is_fenced_is_off_after_a_crash_at_every_step() {
+    crash_at_every_step(&mut Driver::new().await, &[PowerOff]).await;
 }
 
 #[tokio::test]
 async fn copies_are_complete_or_absent_after_a_crash_at_every_step() {
-    crash_at_every_step(&[Snapshot, Restore, Elsewhere, DeleteSnapshot]).await;
+    crash_at_every_step(&mut Driver::new().await, &[Snapshot, Restore, CloneOf, Elsewhere, DeleteSnapshot])
+        .await;
 }
 
 #[tokio::test]
 async fn imports_adoptions_and_releases_are_complete_or_absent_after_a_crash_at_every_step() {
-    crash_at_every_step(&[Import, Adopt, AdoptImage, Release]).await;
+    crash_at_every_step(&mut Driver::new().await, &[Import, Adopt, AdoptImage, Release]).await;
 }
 
 #[tokio::test]
 async fn a_detached_volume_has_one_file_after_a_crash_at_every_step_of_its_move() {
-    crash_at_every_step(&[Move]).await;
+    crash_at_every_step(&mut Driver::new().await, &[Move]).await;
 }
 
 #[tokio::test]
 async fn pool_registration_is_consistent_after_a_crash_at_every_step() {
-    crash_at_every_step(&[AddPool, RemovePool]).await;
+    crash_at_every_step(&mut Driver::new().await, &[AddPool, RemovePool]).await;
+}
+
+/// Operations during which the active one of several servers crashes, and again the one that takes over.
+const FAILED_OVER: [Operation; 8] = [Create, Grow, Attach, Detach, Snapshot, Elsewhere, Import, Move];
+
+#[tokio::test]
+async fn operations_are_complete_or_absent_after_two_servers_crashed() {
+    let mut driver = Driver::with_standby().await;
+    let mut chosen = 0;
+    for operation in sample(FAILED_OVER.to_vec(), cases(), seed()) {
+        let steps = driver.record(operation).await;
+        for step in sample(steps, cases().div_ceil(4), seed()) {
+            let passed = driver.crash(operation, &step).await.len();
+            let numbers = sample((1..=passed).collect(), cases().div_ceil(8), seed());
+            for number in &numbers {
+                driver.crash_twice(operation, &step, *number).await;
+            }
+            chosen += numbers.len();
+        }
+    }
+    println!("{chosen} cases, {} crashes", driver.crashes);
 }

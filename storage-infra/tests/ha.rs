@@ -140,20 +140,28 @@ async fn a_server_that_was_stopped_in_an_attach_and_replaced_does_nothing_when_i
 async fn a_crash_of_the_database_delays_attaches_and_loses_nothing() {
     let cluster = Arc::new(Cluster::start());
     let site = site(&cluster.database());
-    let server = site.start();
+    let mut server = site.start();
     until("the server is active", async || is_active(&server).await).await;
     let node = register(&site, &server.client).await;
     for name in ["before", "meanwhile"] {
         server.client.put_volume(&volume(name), &size(MIB), SOON).await.unwrap();
     }
-    let attach =
-        async |name: &str| server.client.attach(&attachment(name), &writer(&volume(name), node), SOON).await;
-    attach("before").await.unwrap();
+    let attach = async |server: &Server, name: &str| {
+        server.client.attach(&attachment(name), &writer(&volume(name), node), SOON).await
+    };
+    attach(&server, "before").await.unwrap();
     cluster.crash();
-    assert_eq!(code(attach("meanwhile").await), ProblemCode::Unavailable);
+    assert_eq!(code(attach(&server, "meanwhile").await), ProblemCode::Unavailable);
     assert!(!is_active(&server).await);
     cluster.start_again();
-    until("the server attaches again", async || attach("meanwhile").await.is_ok()).await;
+    until("the server attaches again", async || {
+        // Without the database for seconds, it ends, and its supervisor starts it again.
+        if server.has_crashed() {
+            server = site.start();
+        }
+        attach(&server, "meanwhile").await.is_ok()
+    })
+    .await;
     let found = server.client.list_attachments(Some(node), None).await.unwrap();
     assert_eq!(found.len(), 2);
     assert_eq!(server.stop(), Some(0));

@@ -17,6 +17,7 @@ mod fencing;
 mod files;
 mod fuzz;
 mod ha;
+mod ha_cut;
 mod host_attach;
 mod hosts;
 mod moves;

@@ -253,7 +253,8 @@ impl Names {
 
 /// The ID of the object that a pool file holds, complete or not.
 fn id_of(file: &Path) -> Option<String> {
-    let kind = file.extension()?.to_str()?;
+    // The epoch of a server may follow the kind.
+    let kind = file.extension()?.to_str()?.split('-').next()?;
     let id = file.file_stem()?.to_string_lossy();
     match kind {
         "raw" | "snap" => Some(id.into_owned()),

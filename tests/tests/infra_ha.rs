@@ -130,6 +130,12 @@ async fn nothing_is_lost_while_the_database_is_away() -> Result<()> {
         ensure!(refused.is_err(), "attached without a catalog: {refused:?}");
         ensure!(device(&node, &disk).exists(), "the attached disk is gone");
         s.start_component(database::COMPONENT).await?;
+        // Without the database for seconds, a server ends. As its supervisor does:
+        for server in servers() {
+            if s.lab.pid(&server).is_none() {
+                s.start_component(&server).await?;
+            }
+        }
         attach(&s, &during, &node.name).await?;
         ensure!(s.infra.list_attachments(Some(node.uuid), None).await?.len() == 2);
         detach_all(&s, &[before, during], &node.name).await

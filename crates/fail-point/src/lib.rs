@@ -1,4 +1,5 @@
-//! Fail points: named points before and after each write, at which a test kills or freezes the process.
+//! Fail points: named points before and after each write, at which a test kills or freezes the process, or makes the write
+//! report an error.
 //!
 //! Only in builds with debug assertions, and only if the environment variable [`DIRECTORY_VAR`] names a directory. Files in it
 //! control the fail points, and may be created and deleted while the process runs:
@@ -9,6 +10,9 @@
 //! | `armed` | Contains `<point>` or `<point> <n>`: the process deletes the file and aborts at the (n-th) pass of that point |
 //! | `panic` | Like `armed`, but the task panics |
 //! | `freeze` | Like `armed`, but the process stops itself (SIGSTOP) until it receives SIGCONT |
+//! | `fail` | Contains `<write>.undone` or `<write>.done`, and optionally n: the n-th such write is left undone, or done, and reports an error |
+//!
+//! The point `*` is every point: `armed` with `* 7` aborts at the seventh point from then on.
 //!
 //! Each process needs its own directory.
 
@@ -42,6 +46,80 @@ pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T
     #[cfg(not(debug_assertions))]
     drop(name);
     work()
+}
+
+/// Like [`around`], for work that can fail: a test can make it report an `error`, with its effect or without.
+#[inline]
+pub fn effect<T, E>(
+    name: impl FnOnce() -> Option<String>,
+    error: impl FnOnce(String) -> E,
+    work: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    #[cfg(debug_assertions)]
+    if let Some(name) = points::active().and_then(|_| name()) {
+        return match before(&name) {
+            Some(why) => Err(error(why)),
+            None => after(&name, error, work()),
+        };
+    }
+    #[cfg(not(debug_assertions))]
+    drop((name, error));
+    work()
+}
+
+/// Async variant of [`effect`].
+#[cfg(debug_assertions)]
+pub async fn effect_async<T, E>(
+    name: impl FnOnce() -> Option<String>,
+    error: impl FnOnce(String) -> E,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, E> {
+    let Some(name) = points::active().and_then(|_| name()) else { return work.await };
+    match before(&name) {
+        Some(why) => Err(error(why)),
+        None => after(&name, error, work.await),
+    }
+}
+
+/// Async variant of [`effect`].
+#[cfg(not(debug_assertions))]
+#[inline]
+pub fn effect_async<T, E, F: Future<Output = Result<T, E>>>(
+    name: impl FnOnce() -> Option<String>,
+    error: impl FnOnce(String) -> E,
+    work: F,
+) -> F {
+    drop((name, error));
+    work
+}
+
+/// Whether a write must report an error now: `<write>.undone` before it, `<write>.done` after it. `name` is called only if fail
+/// points are active.
+#[inline]
+pub fn must_fail(name: impl FnOnce() -> String) -> bool {
+    #[cfg(debug_assertions)]
+    if let Some(points) = points::active() {
+        return points.is_requested("fail", &name());
+    }
+    #[cfg(not(debug_assertions))]
+    drop(name);
+    false
+}
+
+/// Passes the point before a write. Returns why the write must be left undone, if it must.
+#[cfg(debug_assertions)]
+fn before(name: &str) -> Option<String> {
+    pass(|| format!("{name}.before"));
+    let undone = format!("{name}.undone");
+    must_fail(|| undone.clone()).then(|| format!("fail point {undone}"))
+}
+
+/// Passes the point after a write. Returns an error instead of its success, if it must.
+#[cfg(debug_assertions)]
+fn after<T, E>(name: &str, error: impl FnOnce(String) -> E, outcome: Result<T, E>) -> Result<T, E> {
+    pass(|| format!("{name}.after"));
+    let done = format!("{name}.done");
+    if must_fail(|| done.clone()) { outcome.and_then(|_| Err(error(format!("fail point {done}")))) } else { outcome }
 }
 
 /// Async variant of [`around`].
@@ -84,6 +162,9 @@ mod points {
     use std::io::Write;
     use std::path::PathBuf;
     use std::sync::{Mutex, OnceLock, PoisonError};
+
+    /// Stands for every point.
+    const EVERY: &str = "*";
 
     /// Fail points controlled by a directory.
     pub(super) struct Points {
@@ -129,12 +210,13 @@ mod points {
             let file = self.dir.join(file);
             let Ok(text) = fs::read_to_string(&file) else { return false };
             let mut words = text.split_whitespace();
-            if words.next() != Some(point) {
+            let requested = words.next().unwrap_or_default();
+            if requested != point && requested != EVERY {
                 return false;
             }
             match words.next().and_then(|count| count.parse::<u64>().ok()) {
                 Some(count @ 2..) => {
-                    let _ = fs::write(&file, format!("{point} {}", count - 1));
+                    let _ = fs::write(&file, format!("{requested} {}", count - 1));
                     false
                 }
                 // If the file cannot be deleted, the process would abort again and again.
@@ -164,6 +246,41 @@ mod tests {
         fs::write(&armed, "a.before 3").unwrap();
         assert!(!is_fatal("a.before") && !is_fatal("a.before"));
         assert!(is_fatal("a.before"));
+        fs::write(&armed, "* 3").unwrap();
+        assert!(!is_fatal("a.before") && !is_fatal("b.after"));
+        assert!(is_fatal("c.before") && !is_fatal("d.before"));
+    }
+
+    /// Runs itself in a process whose writes must report errors.
+    #[test]
+    fn a_write_reports_an_error_with_its_effect_or_without() {
+        if std::env::var_os(super::DIRECTORY_VAR).is_some() {
+            let mut effects = 0;
+            let mut write = || {
+                super::effect(
+                    || Some("write".to_owned()),
+                    |why| why,
+                    || {
+                        effects += 1;
+                        Ok(effects)
+                    },
+                )
+            };
+            let outcomes = [write(), write(), write(), write()];
+            let failed = |why: &str| Err(format!("fail point write.{why}"));
+            assert_eq!(outcomes, [Ok(1), failed("undone"), Ok(2), Ok(3)]);
+            let dir = std::env::var(super::DIRECTORY_VAR).unwrap();
+            fs::write(std::path::Path::new(&dir).join("fail"), "write.done").unwrap();
+            assert_eq!([write(), write()], [failed("done"), Ok(5)]);
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("fail"), "write.undone 2").unwrap();
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "tests::a_write_reports_an_error_with_its_effect_or_without"]);
+        let output = command.env(super::DIRECTORY_VAR, dir.path()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert!(!dir.path().join("fail").exists());
     }
 
     #[test]

@@ -301,13 +301,25 @@ fn run_and_commit(
     let pass = |when: &str| {
         places.iter().for_each(|place| fail_point::pass(|| format!("catalog.{}.{when}", place())));
     };
+    let must_fail =
+        |how: &str| places.iter().any(|place| fail_point::must_fail(|| format!("catalog.{}.{how}", place())));
     pass("before");
+    if must_fail("undone") {
+        return Err(requested("undone"));
+    }
     let committed = tx.commit();
     if !places.is_empty() {
         changes.fetch_add(1, Ordering::SeqCst);
     }
     pass("after");
-    committed
+    // As when the WAL was written and its sync reports an error: the next start may find what was committed.
+    if must_fail("done") { committed.and(Err(requested("done"))) } else { committed }
+}
+
+/// The error of a commit that a test requests.
+fn requested(how: &str) -> rusqlite::Error {
+    let text = format!("requested by a test, {how}");
+    rusqlite::Error::SqliteFailure(ffi::Error::new(ffi::SQLITE_IOERR), Some(text))
 }
 
 #[cfg(test)]

@@ -117,6 +117,7 @@ struct Inner {
     /// Revision at the time of opening.
     revision: u64,
     lease: Lease,
+    epoch: Option<i64>,
     /// Held while the list of registered objects is written.
     registered_lock: Arc<tokio::sync::Mutex<()>>,
     // The threads hold the directory lock: two servers on one catalog would undo each other's work.
@@ -164,12 +165,12 @@ impl Catalog {
             connection.pragma_update(None, "query_only", true)?;
             Ok(group_commit::reader(connection))
         })?;
-        Ok(Self::of(data_dir, revision, Lease::unlimited(), threads))
+        Ok(Self::of(data_dir, revision, (Lease::unlimited(), None), threads))
     }
 
-    fn of(data_dir: &Path, revision: u64, lease: Lease, threads: Threads) -> Self {
-        let inner =
-            Inner { data_dir: data_dir.into(), revision, lease, registered_lock: Arc::default(), threads };
+    fn of(data_dir: &Path, revision: u64, (lease, epoch): (Lease, Option<i64>), threads: Threads) -> Self {
+        let (data_dir, registered_lock) = (data_dir.into(), Arc::default());
+        let inner = Inner { data_dir, revision, lease, epoch, registered_lock, threads };
         Self(Arc::new(inner))
     }
 
@@ -185,12 +186,17 @@ impl Catalog {
             let mut reader = postgres::commit::Reader::new(lead.target().clone());
             Ok(Box::new(move |read| reader.run(read)))
         })?;
-        Ok(Self::of(data_dir, revision, lead.lease().clone(), threads))
+        Ok(Self::of(data_dir, revision, (lead.lease().clone(), Some(lead.epoch())), threads))
     }
 
     /// The lease under which this server may act on disks.
     pub fn lease(&self) -> &Lease {
         &self.0.lease
+    }
+
+    /// Number of this server's lead, if several servers may use the catalog.
+    pub fn epoch(&self) -> Option<i64> {
+        self.0.epoch
     }
 
     /// Creates a catalog at a path that must not exist, without locking the directory; not for serving. Returns the

@@ -8,6 +8,7 @@ use clap::{ArgAction, Args};
 
 use super::output;
 use crate::app::{self, HypervisorFlag};
+use crate::lease::Lease;
 use crate::recover::{Options, Plan, Recovery};
 
 /// Flags of `storage-infra recover`.
@@ -49,7 +50,7 @@ pub(super) async fn run(args: RecoverArgs) -> anyhow::Result<()> {
         data_dir: args.data_dir.clone(),
         pools: args.pools,
         skip_pools: args.skip_pools,
-        hypervisors: app::hypervisors(&args.hypervisors)?,
+        hypervisors: app::hypervisors(&args.hypervisors, &Lease::unlimited())?,
     })
     .await?;
     output::put(&report(&recovery.plan))?;

@@ -182,6 +182,23 @@ pub(super) fn rename(from: &Path, to: &Path) -> Result<()> {
     sync_parent(from)
 }
 
+/// Gives a complete file its name, durably. Never replaces a file, where the filesystem can promise that: NFS cannot, and there
+/// the caller has made sure that none has the name.
+pub(super) fn name(from: &Path, to: &Path) -> Result<()> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Err(Errno::INVAL) => {
+            fs::rename(from, to).map_err(io_error("rename a file to", to))?;
+            sync_parent(to)
+        }
+        Err(Errno::EXIST) => Err(EngineError::Foreign(format!(
+            "{} exists and belongs to no object; move it away, or use another ID",
+            to.display()
+        ))),
+        Err(error) => Err(io_error("rename a file to", to)(error.into())),
+        Ok(()) => sync_parent(to),
+    }
+}
+
 fn sync_parent(path: &Path) -> Result<()> {
     let parent = path.parent().unwrap_or(Path::new("/"));
     File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("sync the directory", parent))

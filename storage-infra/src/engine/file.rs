@@ -27,7 +27,9 @@ use rustix::fs::{StatVfsMountFlags, statvfs};
 use uuid::Uuid;
 
 use crate::audit;
+use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource};
+use crate::lease::Lease;
 
 use super::adopt::ForeignImage;
 use super::clearance::{Clearance, Files};
@@ -45,6 +47,10 @@ pub(super) use scan::scan_pool;
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
 pub(crate) const MARKER: &str = ".nestor-pool";
 
+/// Suffixes of incomplete files, which the epoch of their server follows.
+const VOLUME_PART: &str = "vpart";
+const SNAPSHOT_PART: &str = "spart";
+
 fn file_name(object: &Object) -> String {
     match object {
         Object::Volume(id) => format!("{id}.raw"),
@@ -59,11 +65,28 @@ pub(crate) fn object_of(name: &str) -> Option<Object> {
     volume().or_else(snapshot)
 }
 
-fn part_name(object: &Object) -> String {
-    match object {
-        Object::Volume(id) => format!("{id}.vpart"),
-        Object::Snapshot(id) => format!("{id}.spart"),
-    }
+/// Name of the file that a server of this epoch gives an incomplete object. Two servers never write to one name.
+fn part_name(object: &Object, epoch: Option<i64>) -> String {
+    let name = match object {
+        Object::Volume(id) => format!("{id}.{VOLUME_PART}"),
+        Object::Snapshot(id) => format!("{id}.{SNAPSHOT_PART}"),
+    };
+    epoch.map_or(name.clone(), |epoch| format!("{name}-{epoch}"))
+}
+
+/// The object whose incomplete file has this name, and the epoch of the server that made it.
+fn part_of(name: &str) -> Option<(Object, Option<i64>)> {
+    let (id, suffix) = name.rsplit_once('.')?;
+    let (kind, epoch) = match suffix.split_once('-') {
+        None => (suffix, None),
+        Some((kind, epoch)) => (kind, Some(epoch.parse().ok()?)),
+    };
+    let object = match kind {
+        VOLUME_PART => Object::Volume(VolumeId::new(id).ok()?),
+        SNAPSHOT_PART => Object::Snapshot(SnapshotId::new(id).ok()?),
+        _ => return None,
+    };
+    (part_name(&object, epoch) == name).then_some((object, epoch))
 }
 
 /// Storage engine of a pool whose volumes are raw files in a directory.
@@ -73,13 +96,23 @@ pub struct FileEngine {
     reflink: OnceLock<bool>,
     lock: lock::PoolLock,
     known: verify::Known,
+    /// Of the server that uses the pool.
+    lease: Lease,
+    /// Of the server, if there may be several.
+    epoch: Option<i64>,
 }
 
 impl FileEngine {
     /// The pool with this UUID in this directory, for the server with this data directory. Does no I/O.
     pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
         let (reflink, known) = (OnceLock::new(), verify::Known::default());
-        Self { dir: dir.into(), uuid, reflink, lock: lock::PoolLock::new(data_dir), known }
+        let lock = lock::PoolLock::new(data_dir);
+        Self { dir: dir.into(), uuid, reflink, lock, known, lease: Lease::unlimited(), epoch: None }
+    }
+
+    /// The same, for a server with this lease, and with this epoch if there may be several.
+    pub fn under(self, lease: Lease, epoch: Option<i64>) -> Self {
+        Self { lease, epoch, ..self }
     }
 
     fn marker(&self) -> PathBuf {
@@ -92,7 +125,31 @@ impl FileEngine {
 
     /// Path of an object's file until it is complete.
     fn part(&self, object: &Object) -> PathBuf {
-        self.dir.join(part_name(object))
+        self.dir.join(part_name(object, self.epoch))
+    }
+
+    /// Incomplete files of an object that servers of other epochs left, the latest first.
+    fn left_parts(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        if self.epoch.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut found = Vec::new();
+        for entry in self.names()? {
+            let part = part_of(&entry.file_name().to_string_lossy());
+            let of_object = part.filter(|(one, epoch)| one == object && *epoch != self.epoch);
+            found.extend(of_object.map(|(_, epoch)| (epoch, entry.path())));
+        }
+        found.sort();
+        Ok(found.into_iter().rev().map(|(_, path)| path).collect())
+    }
+
+    /// All files that an object may have.
+    fn all_files(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        Ok([vec![self.file(object)], self.all_parts(object)?].concat())
+    }
+
+    fn all_parts(&self, object: &Object) -> Result<Vec<PathBuf>> {
+        Ok([vec![self.part(object)], self.left_parts(object)?].concat())
     }
 
     fn volume(&self, id: &VolumeId) -> PathBuf {
@@ -172,7 +229,7 @@ impl FileEngine {
     }
 
     fn open_by(&self, object: &Object) -> Result<Option<image_lock::Holder>> {
-        for path in [self.file(object), self.part(object)] {
+        for path in self.all_files(object)? {
             let holder = image_lock::holder(&path).map_err(io_error("check for users of", &path))?;
             if holder.is_some() {
                 return Ok(holder);
@@ -217,6 +274,7 @@ impl Engine for FileEngine {
         writeln!(file, "{}", self.uuid).map_err(io_error("write", &path))?;
         record_xattr::write(file.as_file(), &path, pool)?;
         file.as_file().sync_all().map_err(io_error("sync", &path))?;
+        self.lease.check()?;
         file.persist_noclobber(&path).map_err(|e| io_error("create", &path)(e.error))?;
         self.sync_dir()?;
         self.check()
@@ -265,7 +323,7 @@ impl Engine for FileEngine {
         let mut names: HashMap<String, Option<&Object>> = HashMap::new();
         for object in known {
             names.insert(file_name(object), Some(object));
-            names.insert(part_name(object), Some(object));
+            names.insert(part_name(object, self.epoch), Some(object));
         }
         for ours in [MARKER, "lost+found"] {
             names.insert(ours.to_owned(), None);
@@ -273,13 +331,18 @@ impl Engine for FileEngine {
         let mut contents = Contents::default();
         for entry in self.names()? {
             let name = entry.file_name().to_string_lossy().into_owned();
-            match names.get(&name) {
+            let left = || part_of(&name).and_then(|(object, _)| known.get(&object));
+            let object = match names.get(&name) {
+                Some(None) => continue,
+                Some(Some(object)) => Some(*object),
+                None => left(),
+            };
+            match object {
                 // A file that was removed since it was listed has nothing allocated.
-                Some(Some(object)) => {
-                    *contents.allocated.entry((*object).clone()).or_default() +=
+                Some(object) => {
+                    *contents.allocated.entry(object.clone()).or_default() +=
                         entry.metadata().map_or(0, |meta| meta.blocks() * 512);
                 }
-                Some(None) => {}
                 None => contents.unknown.push(name),
             }
         }
@@ -318,7 +381,12 @@ impl Engine for FileEngine {
 
     fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;
-        Ok(exists(&self.file(object))? || exists(&self.part(object))?)
+        for path in self.all_files(object)? {
+            if exists(&path)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
@@ -341,7 +409,8 @@ impl Engine for FileEngine {
 
     fn files(&self, object: &Object) -> Result<Files> {
         self.check()?;
-        let (file, unfinished) = (self.file(object), exists(&self.part(object))?);
+        let file = self.file(object);
+        let unfinished = exists(&self.part(object))? || !self.left_parts(object)?.is_empty();
         let mut complete = Vec::new();
         if exists(&file)? {
             // A hypervisor may report either path.
@@ -442,6 +511,7 @@ impl Engine for FileEngine {
         self.check()?;
         let path = record.object().map_or_else(|| self.marker(), |object| self.file(&object));
         let write = || {
+            self.lease.check()?;
             let file = File::open(&path).map_err(io_error("open", &path))?;
             // An unreadable record is overwritten: the catalog is available and intact.
             if !record_xattr::read(&path).is_ok_and(|found| found.as_ref() == Some(record)) {
@@ -450,11 +520,12 @@ impl Engine for FileEngine {
             // Sync also an unchanged record: its writer may have crashed before the sync.
             file.sync_all().map_err(io_error("sync", &path))
         };
-        fail_point::around(|| Some("engine.file.note".into()), write)
+        fail_point::effect(|| Some("engine.file.note".into()), requested, write)
     }
 
     fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
+        self.lease.check()?;
         extend(&self.volume(id), bytes)
     }
 
@@ -464,7 +535,8 @@ impl Engine for FileEngine {
         self.refuse_another(object, cleared.identity())?;
         self.refuse_open(object)?;
         let mut removed = false;
-        for path in [self.file(object), self.part(object)] {
+        for path in self.all_files(object)? {
+            self.lease.check()?;
             if unlink(&path)? {
                 audit::log_action("remove", object, &path, "it is deleted and not in use");
                 removed = true;
@@ -475,13 +547,16 @@ impl Engine for FileEngine {
 
     fn remove_incomplete(&self, cleared: &Clearance) -> Result<()> {
         self.check()?;
-        let (object, part) = (cleared.object(), self.part(cleared.object()));
+        let (object, mut removed) = (cleared.object(), false);
         self.refuse_open(object)?;
-        if !unlink(&part)? {
-            return Ok(());
+        for part in self.all_parts(object)? {
+            self.lease.check()?;
+            if unlink(&part)? {
+                audit::log_action("remove", object, &part, "it is incomplete and abandoned");
+                removed = true;
+            }
         }
-        audit::log_action("remove", object, &part, "it is incomplete and abandoned");
-        self.sync_dir()
+        if removed { self.sync_dir() } else { Ok(()) }
     }
 
     fn source(&self, id: &VolumeId) -> DiskSource {

@@ -17,6 +17,7 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use infra_api::{CephPool, SnapshotId, VolumeId};
 use uuid::Uuid;
 
 use crate::hypervisor::DiskSource;
-use crate::lease::NotActive;
+use crate::lease::{Lease, NotActive};
 
 use adopt::ForeignImage;
 
@@ -68,6 +69,8 @@ pub struct CopyProgress {
     cancelled: AtomicBool,
     /// Maximum bytes per second; 0 without a limit.
     rate: AtomicU64,
+    /// Of the server that copies.
+    lease: OnceLock<Lease>,
 }
 
 impl CopyProgress {
@@ -94,8 +97,18 @@ impl CopyProgress {
         }
     }
 
-    fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
+    /// Lets the copy go on only during this lease.
+    pub fn under(&self, lease: &Lease) {
+        // It is that of the process.
+        let _ = self.lease.set(lease.clone());
+    }
+
+    /// Fails if the copy must not write its next part.
+    fn proceed(&self) -> Result<()> {
+        if self.cancelled.load(Ordering::Relaxed) {
+            return Err(EngineError::Cancelled);
+        }
+        Ok(self.lease.get().map_or(Ok(()), Lease::check)?)
     }
 
     fn set(&self, copied: u64) {
@@ -109,7 +122,7 @@ pub enum EngineError {
     /// The pool is missing or not the one that was registered. Nothing was changed.
     #[error("{0}")]
     Unhealthy(String),
-    /// Another server may be active. Nothing was changed.
+    /// Another server may be active. An incomplete file stays as it is, and a complete one unchanged.
     #[error(transparent)]
     NotActive(#[from] NotActive),
     /// Another server has locked the pool. Nothing was changed.

@@ -69,7 +69,7 @@ pub(super) fn convert(image: &Path, raw: &Path, size: u64, progress: &CopyProgre
             if byte == *b"\r" {
                 progress.set(done(&line).map_or(0, |share| (size as f64 * share) as u64));
                 line.clear();
-                if progress.is_cancelled() {
+                if progress.proceed().is_err() {
                     let _ = child.kill();
                 }
             } else {
@@ -78,9 +78,7 @@ pub(super) fn convert(image: &Path, raw: &Path, size: u64, progress: &CopyProgre
         }
     }
     let output = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
-    if progress.is_cancelled() {
-        return Err(EngineError::Cancelled);
-    }
+    progress.proceed()?;
     if output.status.success() {
         return Ok(());
     }

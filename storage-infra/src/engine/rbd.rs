@@ -35,9 +35,11 @@ use super::{
     PoolFacts, Record, Result, Revisions,
 };
 use crate::audit;
+use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
+use crate::lease::Lease;
 use command::Ceph;
-use names::{MARKER, image_name, object_of, part_name};
+use names::{MARKER, image_name, object_of, part_name, part_of};
 use output::ClusterState;
 use session::Call;
 
@@ -62,13 +64,20 @@ pub struct RbdEngine {
     report: Mutex<Option<(Instant, ClusterState)>>,
     /// Snapshots that are being cloned.
     cloning: Mutex<HashSet<String>>,
+    /// Of the server, if there may be several.
+    epoch: Option<i64>,
 }
 
 impl RbdEngine {
     /// The pool with this UUID at this location. Does no I/O.
     pub fn new(location: RbdLocation, uuid: Uuid) -> Self {
         let (checked, report, cloning) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { ceph: Ceph::new(location), uuid, checked, report, cloning }
+        Self { ceph: Ceph::new(location, Lease::unlimited()), uuid, checked, report, cloning, epoch: None }
+    }
+
+    /// The same, for a server with this lease, and with this epoch if there may be several.
+    pub fn under(self, lease: Lease, epoch: Option<i64>) -> Self {
+        Self { ceph: Ceph::new(self.ceph.location, lease), epoch, ..self }
     }
 
     fn image(&self, object: &Object) -> RbdImage {
@@ -76,7 +85,32 @@ impl RbdEngine {
     }
 
     fn part(&self, object: &Object) -> RbdImage {
-        self.ceph.location.image(part_name(object))
+        self.ceph.location.image(part_name(object, self.epoch))
+    }
+
+    /// Incomplete images of an object that servers of other epochs left, the latest first.
+    fn left_parts(&self, object: &Object) -> Result<Vec<RbdImage>> {
+        if self.epoch.is_none() {
+            return Ok(Vec::new());
+        }
+        let left = |name: String| {
+            let (of, epoch) = part_of(&name)?;
+            (of == *object && epoch != self.epoch).then(|| (epoch, self.ceph.location.image(name)))
+        };
+        let mut found: Vec<_> = self.ceph.names()?.into_iter().filter_map(left).collect();
+        found.sort_by_key(|(epoch, _)| std::cmp::Reverse(*epoch));
+        Ok(found.into_iter().map(|(_, image)| image).collect())
+    }
+
+    /// Removes the incomplete images of an object. One that a server of another epoch still has open stays until that has ended.
+    fn discard_parts(&self, object: &Object) -> Result<bool> {
+        let mut removed = self.ceph.discard(&self.part(object), 0)?;
+        for left in self.left_parts(object)? {
+            if self.watched_by(&left)?.is_none() {
+                removed |= self.ceph.discard(&left, 0)?;
+            }
+        }
+        Ok(removed)
     }
 
     fn marker(&self) -> RbdImage {
@@ -194,9 +228,8 @@ impl RbdEngine {
     /// Removes what an interrupted creation left, so that the image can be made.
     fn clear_part(&self, object: &Object) -> Result<RbdImage> {
         self.refuse_open(object)?;
-        let part = self.part(object);
-        self.ceph.discard(&part, 0)?;
-        Ok(part)
+        self.discard_parts(object)?;
+        Ok(self.part(object))
     }
 
     /// Gives an incomplete image its size, its record and then its name.
@@ -285,12 +318,17 @@ impl Engine for RbdEngine {
         let mut contents = Contents::default();
         used.remove(MARKER);
         for object in known {
-            for name in [image_name(object), part_name(object)] {
-                if let Some(bytes) = used.remove(&name) {
-                    *contents.allocated.entry(object.clone()).or_default() += bytes;
-                }
+            if let Some(bytes) = used.remove(&image_name(object)) {
+                *contents.allocated.entry(object.clone()).or_default() += bytes;
             }
         }
+        used.retain(|name, bytes| match part_of(name).and_then(|(object, _)| known.get(&object)) {
+            Some(object) => {
+                *contents.allocated.entry(object.clone()).or_default() += *bytes;
+                false
+            }
+            None => true,
+        });
         contents.unknown = used.into_keys().collect();
         contents.unknown.sort();
         Ok(contents)
@@ -335,7 +373,10 @@ impl Engine for RbdEngine {
 
     fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;
-        Ok(self.ceph.size(&self.image(object))?.is_some() || self.ceph.size(&self.part(object))?.is_some())
+        let is_there = |image: &RbdImage| Ok::<_, EngineError>(self.ceph.size(image)?.is_some());
+        Ok(is_there(&self.image(object))?
+            || is_there(&self.part(object))?
+            || !self.left_parts(object)?.is_empty())
     }
 
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
@@ -357,7 +398,8 @@ impl Engine for RbdEngine {
         let has = |image: &RbdImage| Ok::<_, EngineError>(self.ceph.size(image)?.is_some());
         let image = self.image(object);
         let complete = if has(&image)? { vec![DiskLocation::Rbd(image)] } else { Vec::new() };
-        Ok(Files { complete, unfinished: has(&self.part(object))?, open: self.open_by(object)? })
+        let unfinished = has(&self.part(object))? || !self.left_parts(object)?.is_empty();
+        Ok(Files { complete, unfinished, open: self.open_by(object)? })
     }
 
     fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {
@@ -467,7 +509,8 @@ impl Engine for RbdEngine {
     fn write_record(&self, record: &Record) -> Result<()> {
         self.check()?;
         let image = record.object().map_or_else(|| self.marker(), |object| self.image(&object));
-        fail_point::around(|| Some("engine.rbd.note".into()), || self.ceph.set_record(&image, record))
+        let write = || self.ceph.set_record(&image, record);
+        fail_point::effect(|| Some("engine.rbd.note".into()), requested, write)
     }
 
     fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {
@@ -489,7 +532,7 @@ impl Engine for RbdEngine {
         let image = self.image(object);
         let seconds = self.ceph.location.trash_seconds;
         let removed = self.ceph.discard(&image, seconds)?;
-        if self.ceph.discard(&self.part(object), 0)? || removed {
+        if self.discard_parts(object)? || removed {
             let place = image.to_string();
             audit::log_action("move to the trash", object, Path::new(&place), "it is deleted and not in use");
         }
@@ -499,7 +542,7 @@ impl Engine for RbdEngine {
     fn remove_incomplete(&self, cleared: &Clearance) -> Result<()> {
         self.check()?;
         let (object, part) = (cleared.object(), self.part(cleared.object()));
-        if self.ceph.discard(&part, 0)? {
+        if self.discard_parts(object)? {
             audit::log_action(
                 "remove",
                 object,

@@ -7,8 +7,9 @@ use std::path::PathBuf;
 
 use super::file::{io_error, next_data};
 use super::rbd::ImageData;
-use super::{CopyProgress, EngineError, Result};
+use super::{CopyProgress, Result};
 use crate::hypervisor::DiskSource;
+use crate::lease::Lease;
 
 /// Number of bytes copied at a time.
 const CHUNK: usize = 1 << 20;
@@ -87,7 +88,11 @@ impl SourceFile {
 
 /// The incomplete file or image of an object, open for writing.
 #[derive(Debug)]
-pub struct PartFile(pub(super) PartData);
+pub struct PartFile {
+    pub(super) data: PartData,
+    /// Of the server that writes.
+    pub(super) lease: Lease,
+}
 
 #[derive(Debug)]
 pub(super) enum PartData {
@@ -100,7 +105,8 @@ pub(super) enum PartData {
 impl PartFile {
     /// Writes data.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
-        match &self.0 {
+        self.lease.check()?;
+        match &self.data {
             PartData::File(file, path) => file.write_all_at(data, offset).map_err(io_error("write", path)),
             PartData::Image(image) => image.write(offset, data),
         }
@@ -108,7 +114,7 @@ impl PartFile {
 
     /// Makes all written data durable.
     pub fn sync(&self) -> Result<()> {
-        match &self.0 {
+        match &self.data {
             PartData::File(file, path) => file.sync_all().map_err(io_error("sync", path)),
             PartData::Image(image) => image.flush(),
         }
@@ -124,9 +130,7 @@ pub fn is_zero(data: &[u8]) -> bool {
 pub(super) fn copy(from: &SourceFile, to: &PartFile, progress: &CopyProgress) -> Result<()> {
     let mut at = 0;
     while let Some((start, data)) = from.next(at, CHUNK)? {
-        if progress.is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
+        progress.proceed()?;
         if !is_zero(&data) {
             to.write(start, &data)?;
         }
@@ -136,4 +140,32 @@ pub(super) fn copy(from: &SourceFile, to: &PartFile, progress: &CopyProgress) ->
     }
     progress.set(from.size);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::EngineError;
+    use super::*;
+    use crate::lease::clock;
+
+    #[test]
+    fn a_copy_writes_nothing_more_when_the_lease_is_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, target) = (dir.path().join("source"), dir.path().join("target"));
+        std::fs::write(&source, vec![7; 8 << 20]).unwrap();
+        let (lease, copying) = (Lease::ended(), CopyProgress::default());
+        lease.extend(clock(), Duration::from_millis(300));
+        // A second for all of it.
+        copying.set_rate(Some(8 << 20));
+        copying.under(&lease);
+        let from = SourceFile::open(&DiskSource::File(source), 8 << 20).unwrap();
+        let file = File::create(&target).unwrap();
+        let part = PartFile { data: PartData::File(file, target), lease };
+        let copied = copy(&from, &part, &copying);
+        assert!(matches!(copied, Err(EngineError::NotActive(_))), "{copied:?}");
+        assert!((1..8 << 20).contains(&copying.copied()));
+        assert!(matches!(part.write(0, b"x"), Err(EngineError::NotActive(_))));
+    }
 }

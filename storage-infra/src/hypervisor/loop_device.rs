@@ -34,6 +34,7 @@ use super::{
     PausedVm, Power as NodePower, Presence, Result, wwn,
 };
 use crate::hypervisor::{DiskLocation, DiskSource};
+use crate::lease::Lease;
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -56,6 +57,8 @@ pub struct LoopDevices {
     root: PathBuf,
     /// The only node; without it, the host plays every virtual machine.
     host: Option<ThisHost>,
+    /// Of the server that attaches and detaches.
+    lease: Lease,
 }
 
 /// Power state of a virtual machine, from its state file.
@@ -79,13 +82,18 @@ fn no_copies(disk: &Disk) -> HypervisorError {
 impl LoopDevices {
     /// Plays every virtual machine, with links named `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), host: None }
+        Self { root: root.into(), host: None, lease: Lease::unlimited() }
+    }
+
+    /// The same, for a server with this lease.
+    pub fn under(self, lease: Lease) -> Self {
+        Self { lease, ..self }
     }
 
     /// This host as a node, with links of the same names. Its UUID is in the root directory.
     pub fn of_this_host(root: impl Into<PathBuf>) -> io::Result<Self> {
         let root = root.into();
-        Ok(Self { host: Some(ThisHost::of(&root)?), root })
+        Ok(Self { host: Some(ThisHost::of(&root)?), root, lease: Lease::unlimited() })
     }
 
     fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
@@ -196,6 +204,7 @@ impl LoopDevices {
         let dir = self.root.join(node.to_string());
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let fresh = self.incomplete_link(node, disk);
+        self.lease.check()?;
         remove(&fresh)?;
         symlink(device, &fresh).map_err(uncertain("create", &fresh))
     }
@@ -204,11 +213,12 @@ impl LoopDevices {
     fn complete_link(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
         let link = self.link(node, disk);
         let fresh = self.incomplete_link(node, disk);
+        self.lease.check()?;
         if let Some(host) = self.host {
             host.record(&link, device)?;
         }
-        let rename = || fs::rename(&fresh, &link);
-        fail_point::around(|| Some("hypervisor.link".into()), rename).map_err(uncertain("create", &link))
+        let rename = || fs::rename(&fresh, &link).map_err(uncertain("create", &link));
+        fail_point::effect(|| Some("hypervisor.link".into()), HypervisorError::Uncertain, rename)
     }
 
     /// Sets up a free device. Another program may take the same one: then it tries the next.
@@ -218,11 +228,16 @@ impl LoopDevices {
             let free = losetup(None, &["--find".as_ref()]).await?;
             let free = PathBuf::from(free.trim());
             self.set_pending(node, disk.uuid, &free)?;
-            match set_up(&free, disk, path).await {
-                Ok(()) => return Ok(free),
-                Err(_) if attempt < SET_UP_ATTEMPTS => attempt += 1,
-                Err(error) => return Err(HypervisorError::Refused(error.to_string())),
+            self.lease.check()?;
+            let Err(error) = set_up(&free, disk, path).await else { return Ok(free) };
+            // It may have made the device before the error.
+            if self.attached_device(node, disk).await?.is_some() {
+                return Ok(free);
             }
+            if attempt == SET_UP_ATTEMPTS {
+                return Err(HypervisorError::Refused(error.to_string()));
+            }
+            attempt += 1;
         }
     }
 }
@@ -400,6 +415,7 @@ impl Hypervisor for LoopDevices {
         // The device is found by its link, also if the file is missing or another one.
         while let Some(device) = self.attached_device(node, disk).await? {
             if !requested || !device.autoclear {
+                self.lease.check()?;
                 losetup(Some("detach"), &["--detach".as_ref(), device.name.as_os_str()]).await?;
                 requested = true;
             } else if start.elapsed() > DETACH_TIMEOUT {
@@ -412,6 +428,7 @@ impl Hypervisor for LoopDevices {
                 pause = (pause * 2).min(Duration::from_millis(200));
             }
         }
+        self.lease.check()?;
         remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
         if let Some(host) = self.host {
@@ -492,35 +509,4 @@ impl Hypervisor for LoopDevices {
 }
 
 #[cfg(test)]
-mod tests {
-    use infra_api::{DiskOptions, OnFull, Qos};
-
-    use super::*;
-    use crate::hypervisor::{CephClient, RbdImage, RbdSource};
-
-    #[tokio::test]
-    async fn an_rbd_image_is_not_attached_to_a_host_and_the_error_says_so() {
-        let root = tempfile::tempdir().unwrap();
-        let host = LoopDevices::of_this_host(root.path()).unwrap();
-        let node = host_links::HostLinks::at(root.path()).node().unwrap().unwrap();
-        let client = CephClient {
-            conf: "/etc/ceph/ceph.conf".into(),
-            user: "nestor".into(),
-            keyring: "/etc/ceph/keyring".into(),
-            secret: Uuid::from_u128(1),
-        };
-        let image = RbdImage::parse("vms/pvc-1").unwrap();
-        let disk = Disk {
-            uuid: Uuid::from_u128(2),
-            source: DiskSource::Rbd(RbdSource { image, client }),
-            read_only: false,
-            shared: false,
-            qos: Qos::default(),
-            on_full: OnFull::default(),
-            options: DiskOptions::default(),
-        };
-        let refused = host.attach(node, &disk).await.unwrap_err();
-        assert!(matches!(refused, HypervisorError::Unsupported(_)), "{refused}");
-        assert!(refused.to_string().contains("the RBD image vms/pvc-1 is not a file"), "{refused}");
-    }
-}
+mod tests;

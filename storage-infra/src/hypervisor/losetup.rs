@@ -57,15 +57,17 @@ struct Devices {
 /// Runs it and returns its output. `effect` names a change, for its fail points.
 pub(super) async fn losetup(effect: Option<&str>, arguments: &[&OsStr]) -> Result<String> {
     let point = || effect.map(|effect| format!("hypervisor.losetup.{effect}"));
-    let run = Command::new("losetup").args(arguments).output();
-    let output = fail_point::around_async(point, run)
-        .await
-        .map_err(|e| HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}")))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
+    let run = async {
+        let output = Command::new("losetup").args(arguments).output().await.map_err(|e| {
+            HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}"))
+        })?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        let text = String::from_utf8_lossy(&output.stderr);
+        Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
+    };
+    fail_point::effect_async(point, HypervisorError::Uncertain, run).await
 }
 
 /// Lists all loop devices in use, as the kernel reports them.

@@ -129,7 +129,8 @@ impl Service {
         file_dirs: Vec<PathBuf>,
     ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
-        let engines = Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()));
+        let engines = Engines::new(catalog.data_dir(), catalog.lease().clone()).of_epoch(catalog.epoch());
+        let engines = Arc::new(engines);
         let core = Arc::new(Core::new(catalog, metrics).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -27,12 +27,14 @@ pub fn restore(site: &Site, catalog: &[u8]) {
     fs::write(site.path(CATALOG), catalog).unwrap();
 }
 
+/// Counts background work that is left.
+pub const DUE: &str = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
+     + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
+     + (SELECT count(*) FROM moves)";
+
 /// Whether the server has no background work left.
 pub fn is_idle(site: &Site) -> bool {
-    let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
-                    + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready') \
-                    + (SELECT count(*) FROM moves)";
-    site.catalog().query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
+    site.catalog().query_row(DUE, [], |row| row.get::<_, i64>(0)).unwrap() == 0
 }
 
 /// Waits until the server has no background work left.

@@ -6,6 +6,7 @@ mod catalog_file;
 pub mod ceph;
 pub mod libvirtd;
 mod objects;
+pub mod relay;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -225,6 +226,22 @@ impl Site {
         fs::write(self.path("points/armed"), format!("{point} {time}")).unwrap();
     }
 
+    /// Withdraws [`Site::arm`]. False if the server has crashed there.
+    pub fn disarm(&self) -> bool {
+        fs::remove_file(self.path("points/armed")).is_ok()
+    }
+
+    /// Makes a write of the server report an error: `<write>.done` or `<write>.undone`, the n-th time from now.
+    pub fn fail(&self, write: &str, time: usize) {
+        fs::create_dir_all(self.path("points")).unwrap();
+        fs::write(self.path("points/fail"), format!("{write} {time}")).unwrap();
+    }
+
+    /// Whether that write has not come yet.
+    pub fn still_fails(&self) -> bool {
+        self.path("points/fail").exists()
+    }
+
     /// Records the fail points that the server passes from now on.
     pub fn record_fail_points(&self) {
         fs::create_dir_all(self.path("points")).unwrap();
@@ -245,32 +262,48 @@ impl Site {
         self.start_with_data("data")
     }
 
+    /// Starts a server; `None` if it crashes before it serves.
+    pub fn try_start(&self) -> Option<Server> {
+        self.try_start_with_data("data")
+    }
+
     /// Starts a server with a data directory of this name, beside any other.
     pub fn start_with_data(&self, data: &str) -> Server {
+        self.try_start_with_data(data).expect("the server ended before it served")
+    }
+
+    fn try_start_with_data(&self, data: &str) -> Option<Server> {
         let mut child = self.serve_over(data).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let log: Arc<Mutex<Vec<serde_json::Value>>> = Arc::default();
-        let mut address = |message: &str| -> SocketAddr {
+        let mut address = |message: &str| -> Option<SocketAddr> {
             for line in lines.by_ref() {
                 let line = line.unwrap();
+                // A fail point says that it ends the process.
+                if line.starts_with("fail point ") {
+                    continue;
+                }
                 let event: serde_json::Value =
                     serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
                 log.lock().unwrap().push(event.clone());
                 if event["message"] == message {
-                    return event["address"].as_str().unwrap().parse().unwrap();
+                    return Some(event["address"].as_str().unwrap().parse().unwrap());
                 }
             }
-            panic!("the server ended before it said {message:?}");
+            None
         };
-        let ops = address("health and metrics");
-        let api = address("serving the API");
+        let addresses = address("health and metrics").zip(address("serving the API"));
+        let Some((ops, api)) = addresses else {
+            child.wait().unwrap();
+            return None;
+        };
         // Keep reading, or the server would block on a full pipe.
         let kept = log.clone();
         std::thread::spawn(move || {
             let events = lines.map_while(Result::ok).filter_map(|line| serde_json::from_str(&line).ok());
             events.for_each(|event| kept.lock().unwrap().push(event));
         });
-        Server { child, api, ops, client: self.client(api), log }
+        Some(Server { child, api, ops, client: self.client(api), log })
     }
 
     pub fn client(&self, api: SocketAddr) -> Client {
@@ -339,6 +372,12 @@ impl Site {
     /// A server with the pool `pool` and these nodes on a new site.
     pub async fn ready(&self, nodes: &[Uuid]) -> Server {
         let server = self.start();
+        self.register(&server, nodes).await;
+        server
+    }
+
+    /// Registers the pool `pool` and these nodes.
+    pub async fn register(&self, server: &Server, nodes: &[Uuid]) {
         server.client.put_pool(&pool(), &self.pool_spec()).await.unwrap();
         for (index, uuid) in nodes.iter().enumerate() {
             let spec = NodeSpec {
@@ -349,7 +388,6 @@ impl Site {
             };
             server.client.put_node(*uuid, &spec).await.unwrap();
         }
-        server
     }
 
     pub fn pool_spec(&self) -> PoolSpec {

@@ -28,6 +28,9 @@ const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 /// The feature with the tests that need a Ceph cluster: they are not in the unit tests of a host without it.
 const CEPH_TESTS: &str = "storage-infra/ceph-tests";
 
+/// Cases of each operation and each kind in the step `infra-crash`: more than in `unit`.
+const CRASH_CASES: (&str, &str) = ("NESTOR_CRASH_CASES", "25");
+
 /// Inputs per fuzz target in the step `fuzz`: more than in `unit`.
 const FUZZ_INPUTS: (&str, &str) = ("NESTOR_FUZZ_RUNS", "5000");
 
@@ -211,6 +214,10 @@ fn without_lab() -> Vec<Step> {
         args: [&UNIT_TESTS[..], &["--test", "attach", "--test", "kubevirt"]].concat(),
         env: vec![MODEL_TRANSITIONS],
     };
+    let crash = Work::Cargo {
+        args: ["test", "-p", "storage-infra", "--test", "server", "crash::"].to_vec(),
+        env: vec![CRASH_CASES],
+    };
     let unit = [&UNIT_TESTS[..], &["--tests"]].concat();
     let fuzz = Work::Cargo { args: [&unit[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
@@ -228,6 +235,12 @@ fn without_lab() -> Vec<Step> {
             Set::Quick,
             "build of the black-box tests",
             cargo(&[&BLACKBOX_TESTS[..], &["--no-run"]].concat()),
+        ),
+        step(
+            "infra-crash",
+            Set::All,
+            "crashes of storage-infra while it recovers, and failed writes, in more cases than in `unit`",
+            crash,
         ),
         step("fuzz", Set::All, "fuzz targets with a fixed number of inputs, more than in `unit`", fuzz),
         step(
@@ -384,6 +397,7 @@ mod tests {
                 "spelling",
                 "book",
                 "doc",
+                "infra-crash",
                 "fuzz",
                 "schemathesis",
                 "ceph",

@@ -5,13 +5,21 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{FileEngine, MARKER, io_error, record_xattr};
+use super::{FileEngine, MARKER, SNAPSHOT_PART, VOLUME_PART, io_error, record_xattr};
 use crate::audit;
 use crate::engine::adopt::{is_at, open_expected, own, refuse_users, rename};
 use crate::engine::{Clearance, CopyProgress, EngineError, Object, Record, Result, qcow2};
+use crate::fail_points::requested;
 
 /// Suffixes of the files of a pool.
-const SUFFIXES: [&str; 4] = ["raw", "snap", "vpart", "spart"];
+const SUFFIXES: [&str; 4] = ["raw", "snap", VOLUME_PART, SNAPSHOT_PART];
+
+/// Whether a path has a suffix of the files of a pool.
+fn has_suffix(path: &Path) -> bool {
+    let suffix = path.extension().unwrap_or_default().to_string_lossy();
+    let kind = suffix.split('-').next().unwrap_or_default();
+    SUFFIXES.contains(&kind)
+}
 
 impl FileEngine {
     /// The file keeps its name until it has the record, and then gets that of the volume at once.
@@ -28,7 +36,11 @@ impl FileEngine {
             own(&file, path)?;
             record_xattr::write(&file, path, record)?;
             file.sync_all().map_err(io_error("sync", path))?;
-            fail_point::around(|| Some("engine.file.adopt".into()), || rename(path, &to))
+            let rename = || {
+                self.lease.check()?;
+                rename(path, &to)
+            };
+            fail_point::effect(|| Some("engine.file.adopt".into()), requested, rename)
         };
         if let Err(error) = named() {
             if is_at(path, inode)? {
@@ -83,8 +95,7 @@ impl FileEngine {
             io::ErrorKind::NotFound => EngineError::Missing(format!("{} does not exist", from.display())),
             _ => io_error("read the metadata of", &from)(error),
         })?;
-        let is_reserved = path.file_name().is_some_and(|name| name == MARKER)
-            || path.extension().is_some_and(|suffix| SUFFIXES.iter().any(|reserved| suffix == *reserved));
+        let is_reserved = path.file_name().is_some_and(|name| name == MARKER) || has_suffix(path);
         if is_reserved {
             let reserved = SUFFIXES.join(", .");
             return unsuitable(format!(
@@ -113,7 +124,11 @@ impl FileEngine {
         if is_at(&from, inode)? {
             self.refuse_another(object, cleared.identity())?;
             self.refuse_open(object)?;
-            fail_point::around(|| Some("engine.file.release".into()), || rename(&from, path))?;
+            let named = || {
+                self.lease.check()?;
+                rename(&from, path)
+            };
+            fail_point::effect(|| Some("engine.file.release".into()), requested, named)?;
         } else if !is_at(path, inode)? {
             return Err(EngineError::Missing(format!(
                 "the file of {object} is neither at {} nor at {}",

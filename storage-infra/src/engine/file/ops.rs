@@ -96,9 +96,7 @@ pub(super) fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &CopyPro
         at = start;
         let end = end.min(bytes);
         while at < end {
-            if progress.is_cancelled() {
-                return Err(EngineError::Cancelled);
-            }
+            progress.proceed()?;
             let length = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
             from.read_exact_at(&mut buffer[..length], at).map_err(failed)?;
             to.write_all_at(&buffer[..length], at).map_err(failed)?;

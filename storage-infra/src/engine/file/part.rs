@@ -7,12 +7,14 @@ use std::path::PathBuf;
 
 use rustix::fs::ioctl_ficlone;
 
-use super::{FileEngine, copy_sparse, io_error, record_xattr, unlink};
+use super::{FileEngine, copy_sparse, exists, io_error, record_xattr, unlink};
 use crate::audit;
+use crate::engine::adopt::name;
 use crate::engine::transfer::{PartData, copy};
 use crate::engine::{
     Clearance, CopyProgress, EngineError, Method, Object, PartFile, Record, Result, SourceFile,
 };
+use crate::fail_points::requested;
 use crate::hypervisor::DiskSource;
 
 impl FileEngine {
@@ -21,8 +23,11 @@ impl FileEngine {
         let part = self.part(cleared.object());
         if !cleared.was_empty() {
             self.refuse_open(cleared.object())?;
-            if unlink(&part)? {
-                audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
+            for part in self.all_parts(cleared.object())? {
+                self.lease.check()?;
+                if unlink(&part)? {
+                    audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
+                }
             }
         }
         let mut options = OpenOptions::new();
@@ -36,10 +41,12 @@ impl FileEngine {
         part.set_len(bytes).map_err(io_error("set the size of", &from))?;
         record_xattr::write(part, &from, record)?;
         part.sync_all().map_err(io_error("sync", &from))?;
-        let rename = || fs::rename(&from, &to);
-        fail_point::around(|| Some("engine.file.name".into()), rename)
-            .map_err(io_error("rename a file to", &to))?;
-        self.sync_dir()
+        let rename = || {
+            // The last step after what may have taken hours.
+            self.lease.check()?;
+            name(&from, &to)
+        };
+        fail_point::effect(|| Some("engine.file.name".into()), requested, rename)
     }
 
     /// Opens the incomplete file of an object, with this size, and removes everything from byte `keep` on.
@@ -52,7 +59,7 @@ impl FileEngine {
         };
         // Writes beyond the end would allocate more than they need.
         file.set_len(bytes).map_err(io_error("set the size of", &path))?;
-        Ok(PartFile(PartData::File(file, path)))
+        Ok(PartFile { data: PartData::File(file, path), lease: self.lease.clone() })
     }
 
     /// Gives an incomplete file its name.
@@ -63,7 +70,7 @@ impl FileEngine {
         bytes: u64,
         record: &Record,
     ) -> Result<()> {
-        match &part.0 {
+        match &part.data {
             PartData::File(file, _) => self.complete(file, object, bytes, record),
             PartData::Image(_) => {
                 Err(EngineError::Unsupported(format!("the image of {object} is not in this pool")))
@@ -131,6 +138,13 @@ impl FileEngine {
     fn truncated_part(&self, cleared: &Clearance, keep: u64) -> Result<File> {
         let path = self.part(cleared.object());
         self.refuse_open(cleared.object())?;
+        // What an earlier server left gets this one's name: it has the lock of the pool, so the earlier one has ended.
+        if !exists(&path)?
+            && let Some(left) = self.left_parts(cleared.object())?.first()
+        {
+            self.lease.check()?;
+            name(left, &path)?;
+        }
         let file =
             OpenOptions::new().read(true).write(true).open(&path).map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => EngineError::Missing(format!("{} does not exist", path.display())),

@@ -226,6 +226,58 @@ fn a_complete_file_keeps_its_record_and_an_open_file_is_not_removed() {
 }
 
 #[test]
+fn servers_of_two_epochs_have_two_names_for_an_incomplete_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let (old, uuid, v) = (engine(dir.path()), Uuid::new_v4(), object("v"));
+    fs::write(dir.path().join(MARKER), uuid.to_string()).unwrap();
+    drop(old);
+    let of = |epoch| FileEngine::new(dir.path(), uuid, Path::new("/data")).under(Lease::unlimited(), epoch);
+    let note = record(&v, 1);
+    let part = |engine: &FileEngine, keep| engine.open_part(&cleared(engine, &v, 1).unwrap(), keep, 8192);
+    for name in ["v.vpart", "v.vpart-7", "w.1.spart-3"] {
+        let (object, epoch) = part_of(name).unwrap();
+        assert_eq!(part_name(&object, epoch), name);
+    }
+    for other in ["v.raw", "v.vpart-", "v.vpart-x", "v.vpart-07", "vpart"] {
+        assert_eq!(part_of(other), None, "{other}");
+    }
+    let first = of(Some(7));
+    let written = part(&first, 0).unwrap();
+    written.write(0, b"received").unwrap();
+    assert!(dir.path().join("v.vpart-7").exists());
+    drop(first);
+    // The next one resumes what was received, under a name of its own.
+    let second = of(Some(8));
+    assert!(second.exists(&v).unwrap() && second.files(&v).unwrap().unfinished);
+    assert!(second.contents(&HashSet::from([v.clone()])).unwrap().unknown.is_empty());
+    let resumed = part(&second, 8).unwrap();
+    assert!(!dir.path().join("v.vpart-7").exists());
+    second.complete_part(&cleared(&second, &v, 1).unwrap(), resumed, 8192, &note).unwrap();
+    assert!(fs::read(dir.path().join("v.raw")).unwrap().starts_with(b"received"));
+    // What an earlier one leaves later is known, and is removed with the volume.
+    fs::write(dir.path().join("v.vpart-7"), "late").unwrap();
+    assert!(second.contents(&HashSet::from([v.clone()])).unwrap().unknown.is_empty());
+    remove(&second, "v").unwrap();
+    assert!(!second.exists(&v).unwrap());
+    // One that begins anew removes what earlier ones left.
+    fs::write(dir.path().join("v.vpart-7"), "left").unwrap();
+    part(&second, 0).unwrap();
+    assert!(!dir.path().join("v.vpart-7").exists() && dir.path().join("v.vpart-8").exists());
+}
+
+#[test]
+fn a_complete_file_never_replaces_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    let cleared = cleared(&engine, &object("v"), 1).unwrap();
+    let part = engine.open_part(&cleared, 0, 4096).unwrap();
+    fs::write(dir.path().join("v.raw"), "another server's").unwrap();
+    let refused = engine.complete_part(&cleared, part, 4096, &record(&object("v"), 1));
+    assert!(matches!(refused, Err(EngineError::Foreign(_))), "{refused:?}");
+    assert_eq!(fs::read(dir.path().join("v.raw")).unwrap(), b"another server's");
+}
+
+#[test]
 fn a_pool_scan_finds_records_without_a_catalog() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());

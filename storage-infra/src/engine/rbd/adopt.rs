@@ -9,6 +9,7 @@ use super::output::Examined;
 use crate::audit;
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{Clearance, EngineError, Object, Record, Result};
+use crate::fail_points::requested;
 use crate::hypervisor::RbdImage;
 
 fn refused<T>(image: &RbdImage, why: impl std::fmt::Display) -> Result<T> {
@@ -72,7 +73,8 @@ impl RbdEngine {
                 return refused(&from, "it was replaced meanwhile");
             }
             self.ceph.set_record(&from, record)?;
-            fail_point::around(|| Some("engine.rbd.adopt".into()), || self.rename_to(&from, &to))
+            let named = || self.rename_to(&from, &to);
+            fail_point::effect(|| Some("engine.rbd.adopt".into()), requested, named)
         };
         if let Err(error) = named() {
             self.forget(&from, record)?;
@@ -126,7 +128,8 @@ impl RbdEngine {
             self.refuse_another(object, cleared.identity())?;
             self.refuse_open(object)?;
             self.remove_abandoned(&from)?;
-            fail_point::around(|| Some("engine.rbd.release".into()), || self.rename_to(&from, &to))?;
+            let named = || self.rename_to(&from, &to);
+            fail_point::effect(|| Some("engine.rbd.release".into()), requested, named)?;
         } else if !self.is_at(&to, id)? {
             return Err(EngineError::Missing(format!("the image of {object} is neither {from} nor {to}")));
         }

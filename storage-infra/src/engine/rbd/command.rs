@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use super::RbdLocation;
 use super::session::{Call, Opens, Sessions};
 use crate::engine::{EngineError, Result};
+use crate::lease::{Lease, NotActive};
 
 /// Timeout in seconds of a call that only reads or changes metadata.
 pub(super) const QUICK: u64 = 30;
@@ -29,6 +30,8 @@ pub(super) enum Cause {
     NotRun,
     /// There was no answer in time.
     Timeout,
+    /// Another server may be active.
+    NotActive,
     /// Ceph reported this error.
     Errno(Errno),
     /// Anything else.
@@ -46,6 +49,11 @@ pub(super) struct CallError {
 }
 
 impl CallError {
+    /// Another server may be active: nothing was done.
+    pub(super) fn not_active(what: String, why: NotActive) -> Self {
+        Self { what, cause: Cause::NotActive, why: why.to_string() }
+    }
+
     /// Whether Ceph reported this error.
     pub(super) fn is(&self, errno: Errno) -> bool {
         self.cause == Cause::Errno(errno)
@@ -56,6 +64,7 @@ impl From<CallError> for EngineError {
     fn from(error: CallError) -> Self {
         let text = format!("{}: {}", error.what, error.why);
         match error.cause {
+            Cause::NotActive => Self::NotActive(NotActive),
             Cause::Timeout | Cause::Errno(Errno::ETIMEDOUT) => {
                 Self::Unhealthy(format!("{text}; the Ceph cluster does not answer"))
             }
@@ -77,6 +86,8 @@ impl From<CallError> for EngineError {
 #[derive(Debug, Clone)]
 pub(super) struct Ceph {
     pub(super) location: RbdLocation,
+    /// Of the server that uses the pool.
+    pub(super) lease: Lease,
     images: Arc<Sessions>,
     /// A session of its own: the monitors answer also when requests to images hang.
     monitors: Arc<Sessions>,
@@ -88,10 +99,10 @@ pub(super) struct Ceph {
 }
 
 impl Ceph {
-    pub(super) fn new(location: RbdLocation) -> Self {
-        let sessions = |most| Arc::new(Sessions::new(location.clone(), most));
+    pub(super) fn new(location: RbdLocation, lease: Lease) -> Self {
+        let sessions = |most| Arc::new(Sessions::new(location.clone(), lease.clone(), most));
         let (images, monitors) = (sessions(IMAGE_SESSIONS), sessions(1));
-        Self { location, images, monitors, opened: Arc::default(), discarding: Arc::default() }
+        Self { location, lease, images, monitors, opened: Arc::default(), discarding: Arc::default() }
     }
 
     /// Makes a request in a session.
@@ -110,16 +121,22 @@ impl Ceph {
         }
     }
 
-    /// Runs `rbd` with these arguments. Returns its output.
+    /// Runs `rbd` with these arguments, which change something. Returns its output.
     pub(super) fn rbd(&self, seconds: u64, arguments: &[&str]) -> Result<String, CallError> {
+        let what = || format!("rbd {}", shown(arguments));
+        self.lease.check().map_err(|why| CallError::not_active(what(), why))?;
+        self.run(seconds, arguments)
+    }
+
+    fn run(&self, seconds: u64, arguments: &[&str]) -> Result<String, CallError> {
         let mut command = self.command(seconds);
         command.args(arguments);
         finish(&mut command, arguments)
     }
 
-    /// Runs `rbd` for JSON.
+    /// Runs `rbd` for JSON. It changes nothing.
     pub(super) fn rbd_json<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T, CallError> {
-        let output = self.rbd(QUICK, &[arguments, &["--format", "json"]].concat())?;
+        let output = self.run(QUICK, &[arguments, &["--format", "json"]].concat())?;
         decode(arguments, &output)
     }
 

@@ -136,6 +136,7 @@ impl RbdEngine {
             return self.create_part(cleared.object(), bytes);
         }
         let part = self.part(cleared.object());
+        self.take_over_part(cleared.object())?;
         match self.ceph.size(&part)? {
             Some(length) if length >= keep => {}
             found => {
@@ -149,6 +150,21 @@ impl RbdEngine {
         self.open_image(part)
     }
 
+    /// Gives what an earlier server received this one's name, once that server has it open no longer.
+    fn take_over_part(&self, object: &Object) -> Result<()> {
+        let part = self.part(object);
+        if self.ceph.size(&part)?.is_some() {
+            return Ok(());
+        }
+        let Some(left) = self.left_parts(object)?.into_iter().next() else { return Ok(()) };
+        if let Some(holder) = self.watched_by(&left)? {
+            return Err(EngineError::Unhealthy(format!(
+                "the image {left} is still open in a server that was replaced: {holder}; retry"
+            )));
+        }
+        self.ceph.rename(&left, &part).map(drop)
+    }
+
     /// Creates the incomplete image of an object, empty, and opens it; removes the previous one.
     pub(super) fn create_part(&self, object: &Object, bytes: u64) -> Result<PartFile> {
         let part = self.clear_part(object)?;
@@ -159,7 +175,7 @@ impl RbdEngine {
     fn open_image(&self, part: RbdImage) -> Result<PartFile> {
         let client = self.ceph.location.client(self.uuid);
         let data = ImageData::of(&RbdSource { image: part, client })?;
-        Ok(PartFile(PartData::Image(data)))
+        Ok(PartFile { data: PartData::Image(data), lease: self.ceph.lease.clone() })
     }
 
     /// Fills an object with the data of a file, or of an image elsewhere.
@@ -185,7 +201,7 @@ impl RbdEngine {
         bytes: u64,
         record: &Record,
     ) -> Result<()> {
-        let PartFile(PartData::Image(image)) = part else {
+        let PartData::Image(image) = part.data else {
             return Err(EngineError::Unsupported(format!("the file of {object} is not in this pool")));
         };
         image.flush()?;

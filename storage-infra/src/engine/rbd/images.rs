@@ -235,6 +235,7 @@ impl Ceph {
             return Ok(clients);
         }
         let blocked: Vec<Value> = clients.iter().map(|address| output::block(address, BLOCKED)).collect();
+        self.lease.check()?;
         self.call::<Value>(&Call::Monitors { commands: &blocked })?;
         let name = image.to_string();
         let locks: Vec<Lock> = self.rbd_json(&["lock", "ls", &name])?;

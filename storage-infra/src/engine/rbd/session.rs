@@ -15,6 +15,7 @@ use serde_json::Value;
 use super::RbdLocation;
 use super::command::{CallError, Cause, MONITORS, QUICK};
 use crate::hypervisor::RbdImage;
+use crate::lease::Lease;
 
 /// The interpreter that Ceph's packages install their bindings for.
 const PYTHON: &str = "/usr/bin/python3";
@@ -78,6 +79,31 @@ pub(super) enum Opens {
 }
 
 impl Call<'_> {
+    /// Whether only the active server may make it. Commands for the monitors also only ask: who gives one that changes something
+    /// checks the lease.
+    fn changes(&self) -> bool {
+        match self {
+            Self::SetMetadata { .. }
+            | Self::RemoveMetadata { .. }
+            | Self::Create { .. }
+            | Self::Resize { .. }
+            | Self::Cut { .. }
+            | Self::Rename { .. }
+            | Self::Write { .. } => true,
+            Self::Monitors { .. }
+            | Self::Names { .. }
+            | Self::Size { .. }
+            | Self::Watchers { .. }
+            | Self::Metadata { .. }
+            | Self::Examine { .. }
+            | Self::Modified { .. }
+            | Self::Extents { .. }
+            | Self::Read { .. }
+            | Self::Flush { .. }
+            | Self::Close => false,
+        }
+    }
+
     pub(super) fn opens(&self) -> Opens {
         match self {
             Self::Monitors { .. } => Opens::Nothing,
@@ -174,6 +200,7 @@ enum Answer {
 #[derive(Debug)]
 pub(super) struct Sessions {
     location: RbdLocation,
+    lease: Lease,
     /// Greatest number of sessions at the same time.
     most: usize,
     state: Mutex<State>,
@@ -189,14 +216,22 @@ struct State {
 }
 
 impl Sessions {
-    pub(super) fn new(location: RbdLocation, most: usize) -> Self {
-        Self { location, most, state: Mutex::default(), returned: Condvar::new() }
+    pub(super) fn new(location: RbdLocation, lease: Lease, most: usize) -> Self {
+        Self { location, lease, most, state: Mutex::default(), returned: Condvar::new() }
     }
 
     /// Makes a request. A session that did not answer it is not used again.
     pub(super) fn call<T: DeserializeOwned>(&self, call: &Call<'_>) -> Result<T, CallError> {
         let session = self.take();
-        let (session, answer) = match session.map_or_else(|| Session::start(&self.location), Ok) {
+        let session = session.map_or_else(|| Session::start(&self.location), Ok);
+        // After the wait for a session, and right before the request.
+        if call.changes()
+            && let Err(why) = self.lease.check()
+        {
+            self.give_back(session.ok());
+            return Err(CallError::not_active(call.to_string(), why));
+        }
+        let (session, answer) = match session {
             Ok(mut session) => {
                 let answer = session.request(call, &[]);
                 (answer.is_ok().then_some(session), answer)

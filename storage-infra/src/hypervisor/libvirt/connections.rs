@@ -9,6 +9,7 @@ use virt::error::Error;
 use super::Session;
 use super::xml::host_uuid;
 use crate::hypervisor::{HypervisorError, Result};
+use crate::lease::Lease;
 
 /// Maximum number of idle connections kept open.
 const MAX_IDLE: usize = 8;
@@ -17,6 +18,8 @@ const MAX_IDLE: usize = 8;
 /// connection, so a hanging call would block the others.
 pub(super) struct Connections {
     uri: String,
+    /// Of the server that makes the calls.
+    lease: Lease,
     /// Idle connections.
     idle: Arc<Mutex<Vec<Open>>>,
 }
@@ -28,8 +31,12 @@ struct Open {
 }
 
 impl Connections {
-    pub(super) fn new(uri: &str) -> Self {
-        Self { uri: uri.to_owned(), idle: Arc::default() }
+    pub(super) fn new(uri: &str, lease: Lease) -> Self {
+        Self { uri: uri.to_owned(), lease, idle: Arc::default() }
+    }
+
+    pub(super) fn lease(&self) -> &Lease {
+        &self.lease
     }
 
     /// Runs blocking calls on a live connection; opens one if necessary.
@@ -38,10 +45,10 @@ impl Connections {
         T: Send + 'static,
         F: FnOnce(&Session) -> Result<T> + Send + 'static,
     {
-        let (uri, idle) = (self.uri.clone(), self.idle.clone());
+        let (uri, lease, idle) = (self.uri.clone(), self.lease.clone(), self.idle.clone());
         let task = tokio::task::spawn_blocking(move || {
             let Open { connection, host } = connect(&uri, &idle)?;
-            let session = Session { connection, uri, host };
+            let session = Session { connection, uri, host, lease };
             let result = work(&session);
             let mut idle = idle.lock().unwrap_or_else(PoisonError::into_inner);
             // A lost connection is not reused.

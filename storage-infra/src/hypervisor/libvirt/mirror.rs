@@ -92,6 +92,7 @@ impl Libvirt {
         let path = xml.path().display().to_string();
         let arguments = copy_arguments(&self.uri, node, &found.target, &path, rate);
         let action = format!("copy the disk {} of domain {node}", found.target);
+        self.may_act()?;
         virsh(&self.uri, &action, &arguments).await.map(drop)
     }
 
@@ -119,6 +120,7 @@ impl Libvirt {
         let found = self.copied_disk(node, disk).await?;
         let action = format!("change the copy of the disk {} of domain {node}", found.target);
         let arguments = job_arguments(&self.uri, node, &found.target, options);
+        self.may_act()?;
         virsh(&self.uri, &action, &arguments).await.map(drop)
     }
 }

@@ -28,6 +28,7 @@ use super::{
     AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk,
     NodeFacts, PausedVm, Power, Presence, Result,
 };
+use crate::lease::Lease;
 use connections::Connections;
 use session::{Detach, Session, Snapshot, max_disks};
 
@@ -59,11 +60,11 @@ pub struct Libvirt {
 }
 
 impl Libvirt {
-    /// The daemon at this URI. Connects on first use.
-    pub fn new(uri: impl Into<String>) -> Self {
+    /// The daemon at this URI, for a server with this lease. Connects on first use.
+    pub fn new(uri: impl Into<String>, lease: Lease) -> Self {
         let uri = uri.into();
         Self {
-            connections: Connections::new(&uri),
+            connections: Connections::new(&uri, lease),
             uri,
             calls: Arc::new(Semaphore::new(MAX_CONCURRENT_CALLS)),
             checks: Arc::default(),
@@ -85,6 +86,11 @@ impl Libvirt {
                 work(session)
             })
             .await
+    }
+
+    /// Fails unless this server may act now. Called last before a change is requested, after all waits.
+    fn may_act(&self) -> Result<()> {
+        Ok(self.connections.lease().check()?)
     }
 
     /// Reads a domain's live state, and the UUID of its host.
@@ -247,6 +253,7 @@ impl Hypervisor for Libvirt {
                 disk.uuid
             )));
         };
+        self.may_act()?;
         virsh::throttle(&self.uri, node, &found.target, &disk.qos).await
     }
 
@@ -314,7 +321,7 @@ mod tests {
     #[tokio::test]
     async fn a_long_call_has_its_own_connection_and_idle_connections_are_reused() {
         // libvirt's test driver, in this process.
-        let libvirt = Libvirt::new("test:///default");
+        let libvirt = Libvirt::new("test:///default", Lease::unlimited());
         let idle = || libvirt.connections.idle();
         let (release, released) = std::sync::mpsc::channel();
         let long =
@@ -334,7 +341,7 @@ mod tests {
     }
     #[tokio::test]
     async fn hanging_calls_block_neither_the_health_check_nor_power_off() {
-        let libvirt = Libvirt::new("test:///default");
+        let libvirt = Libvirt::new("test:///default", Lease::unlimited());
         let _hung = libvirt.calls.clone().acquire_many_owned(MAX_CONCURRENT_CALLS as u32).await.unwrap();
         let ordinary = libvirt.describe(Uuid::new_v4());
         tokio::time::timeout(Duration::from_millis(10), ordinary).await.unwrap_err();
@@ -344,7 +351,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_health_check_waits_for_the_previous_one_without_a_thread() {
-        let libvirt = Libvirt::new("test:///default");
+        let libvirt = Libvirt::new("test:///default", Lease::unlimited());
         let hung = libvirt.checks.clone().lock_owned().await;
         tokio::time::timeout(Duration::from_millis(10), libvirt.check()).await.unwrap_err();
         drop(hung);

@@ -55,6 +55,7 @@ impl Session {
             return Err(HypervisorError::NotRunning(format!("the domain {node} does not run")));
         }
         let Some(domain) = self.domain(node)? else { return Ok(()) };
+        self.may_act()?;
         domain.suspend().map_err(|e| self.error(&format!("pause the domain {node}"), &e)).map(drop)
     }
 
@@ -66,6 +67,7 @@ impl Session {
     }
 
     fn resume_domain(&self, node: Uuid, domain: &Domain) -> Result<()> {
+        self.may_act()?;
         domain.resume().map_err(|e| self.error(&format!("resume the domain {node}"), &e)).map(drop)
     }
 }

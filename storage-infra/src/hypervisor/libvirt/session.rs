@@ -16,6 +16,7 @@ use crate::hypervisor::{
     AttachedDisk, CephClient, Difference, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage,
     RbdSource, Result,
 };
+use crate::lease::Lease;
 
 /// What may be the reason of a refusal if an image is in a namespace: libvirt takes the namespace for a part of the
 /// image's name, unless it knows namespaces.
@@ -105,9 +106,15 @@ pub(super) struct Session {
     pub(super) connection: Connect,
     pub(super) uri: String,
     pub(super) host: Option<Uuid>,
+    pub(super) lease: Lease,
 }
 
 impl Session {
+    /// Fails unless the server may act now. Called last before a change is requested: reads before it may have waited long.
+    pub(super) fn may_act(&self) -> Result<()> {
+        Ok(self.lease.check()?)
+    }
+
     pub(super) fn error(&self, action: &str, error: &Error) -> HypervisorError {
         let text = format!("libvirt at {}: cannot {action}: {}", self.uri, error.message());
         if lost(&self.connection, error) {
@@ -191,9 +198,11 @@ impl Session {
             _ => Err(self.error(&what, &error)),
         };
         if domain.is_active().map_err(|e| self.error(&what, &e))? {
+            self.may_act()?;
             domain.destroy().or_else(ignore_inactive)?;
         }
         if domain.has_managed_save(0).unwrap_or(false) {
+            self.may_act()?;
             domain.managed_save_remove(0).or_else(ignore_inactive)?;
         }
         match self.snapshot(node)?.power {
@@ -244,6 +253,7 @@ impl Session {
         if let DiskSource::Rbd(source) = &disk.source {
             self.define_secret(&source.client)?;
         }
+        self.may_act()?;
         let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
         if let Err(error) = &outcome
             && lost(&self.connection, error)
@@ -301,6 +311,7 @@ impl Session {
             return Ok(Detach::Copied);
         }
         let Some(domain) = self.domain(node)? else { return Ok(Detach::Gone) };
+        self.may_act()?;
         match domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_LIVE) {
             Ok(()) => {}
             Err(error) if lost(&self.connection, &error) => {
@@ -335,6 +346,7 @@ impl Session {
         let (Some(found), Some(domain)) = (now.live.find(disk), self.domain(node)?) else {
             return Err(HypervisorError::Refused(format!("the domain {node} does not have the disk {disk}")));
         };
+        self.may_act()?;
         domain
             .block_resize(&found.target, bytes, sys::VIR_DOMAIN_BLOCK_RESIZE_BYTES)
             .map_err(|e| self.error(&format!("resize the disk {disk} of domain {node}"), &e))

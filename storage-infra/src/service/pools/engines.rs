@@ -46,6 +46,7 @@ pub(in crate::service) struct Engines {
     /// Directory of this server's catalog, by which other servers recognize its pools.
     data_dir: PathBuf,
     lease: Lease,
+    epoch: Option<i64>,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
     probes: KeyedLock<(PoolName, ProbeKind)>,
@@ -53,7 +54,18 @@ pub(in crate::service) struct Engines {
 
 impl Engines {
     pub(in crate::service) fn new(data_dir: impl Into<PathBuf>, lease: Lease) -> Self {
-        Self { data_dir: data_dir.into(), lease, engines: Mutex::default(), probes: KeyedLock::default() }
+        Self {
+            data_dir: data_dir.into(),
+            lease,
+            epoch: None,
+            engines: Mutex::default(),
+            probes: KeyedLock::default(),
+        }
+    }
+
+    /// The same, for one of several servers, with this epoch.
+    pub(in crate::service) fn of_epoch(self, epoch: Option<i64>) -> Self {
+        Self { epoch, ..self }
     }
 
     /// The engine of a pool.
@@ -65,12 +77,16 @@ impl Engines {
                 EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
             };
             match location {
-                Some(location) => {
-                    fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid)), self.lease.clone())
-                }
+                Some(location) => fail_points::engine(
+                    Arc::new(RbdEngine::new(location, pool.uuid).under(self.lease.clone(), self.epoch)),
+                    self.lease.clone(),
+                ),
                 // A location that cannot be read is no directory either, and the engine says so.
                 None => fail_points::engine(
-                    Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)),
+                    Arc::new(
+                        FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)
+                            .under(self.lease.clone(), self.epoch),
+                    ),
                     self.lease.clone(),
                 ),
             }

@@ -201,7 +201,7 @@ impl Pools {
         Ok(created)
     }
 
-    /// Writes the pool's marker. If that fails for a new pool, its row is deleted again.
+    /// Writes the pool's marker. If that fails for a new pool, its marker and its row are deleted again.
     pub(super) async fn mark(&self, row: &PoolRow, forget: bool) -> Result<()> {
         // An existing marker may contain records that the catalog does not know.
         if !forget && let Err(failure) = self.revisions.compare(row).await {
@@ -216,7 +216,12 @@ impl Pools {
                 self.core.catalog().run(move |tx| Ok(tx.set_pool_marked(&name)?)).await
             }
             Err(error) => {
-                if forget {
+                // It may have been written before the error: a marker of a pool that is in no catalog is in the way of every
+                // other one. If it cannot be removed, the row stays, and a repeated request or the next start goes on.
+                let is_released = async || {
+                    self.engines.run::<_, EngineError, _>(row, |engine| engine.release()).await.is_ok()
+                };
+                if forget && is_released().await {
                     self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_pool(&name)?) }).await?;
                     self.core.catalog().save_registered().await?;
                     self.engines.forget(&row.name);

@@ -2,11 +2,13 @@
 //! until all of its data is read, so that nothing writes to it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use infra_api::stream::{Encoder, Header, MAX_EXTENT};
 use infra_api::{ObjectKind, Problem, ProblemCode, ResumePoint, VolumeSource};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::{STALLED, Transfers};
@@ -16,8 +18,11 @@ use crate::engine::{EngineError, Object, SourceFile, is_zero};
 use crate::service::core::Core;
 use crate::service::lookups::{refuse_held, refuse_writers};
 use crate::service::problems::{Failure, Result};
+use crate::service::ticker::Ticker;
 use crate::service::volumes::Source;
 
+/// Time between attempts to record that an export has ended.
+const AGAIN: Duration = Duration::from_secs(1);
 /// Parts of a stream that wait for a slow client.
 const PARTS_AHEAD: usize = 4;
 
@@ -40,13 +45,15 @@ struct Origin {
 struct Held {
     core: Arc<Core>,
     id: Option<Uuid>,
+    stop: CancellationToken,
 }
 
 impl Held {
     /// Ends the hold.
     async fn release(mut self) -> Result<()> {
-        let id = self.id.take();
-        delete(&self.core, id).await
+        delete(&self.core, self.id).await?;
+        self.id = None;
+        Ok(())
     }
 }
 
@@ -58,10 +65,17 @@ async fn delete(core: &Core, id: Option<Uuid>) -> Result<()> {
 impl Drop for Held {
     fn drop(&mut self) {
         let Some(id) = self.id.take() else { return };
-        let core = self.core.clone();
+        let (core, stop) = (self.core.clone(), self.stop.clone());
         self.core.spawn(async move {
-            if let Err(failure) = delete(&core, Some(id)).await {
-                tracing::warn!(%failure, "cannot record that an export has ended; the next start does");
+            let mut ticker = Ticker::every(AGAIN, stop);
+            // Until then, the volume can be neither attached nor deleted. The next start releases all.
+            while ticker.tick().await {
+                match delete(&core, Some(id)).await {
+                    Ok(()) => return,
+                    Err(failure) => {
+                        tracing::warn!(%failure, "cannot record yet that an export has ended; will retry");
+                    }
+                }
             }
         });
     }
@@ -88,9 +102,13 @@ impl Transfers {
         }
         let id = Uuid::new_v4();
         let of = source.clone();
+        // Before the commit: its error does not tell that the volume is not held.
+        let held = Held {
+            core: self.core.clone(),
+            id: matches!(source, VolumeSource::Volume(_)).then_some(id),
+            stop: self.stop.clone(),
+        };
         let origin = self.core.catalog().run(move |tx| begin(tx, &of, id)).await?;
-        let held =
-            Held { core: self.core.clone(), id: matches!(source, VolumeSource::Volume(_)).then_some(id) };
         let (file, modified) = self.open(&origin).await?;
         let header = Header {
             size: origin.size,

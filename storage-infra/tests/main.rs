@@ -20,6 +20,7 @@ mod ha;
 mod host_attach;
 mod hosts;
 mod moves;
+mod moves_by_hand;
 mod nodes;
 mod pool_lock;
 mod pools;

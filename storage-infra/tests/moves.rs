@@ -13,13 +13,13 @@ use infra_api::{
 };
 use uuid::Uuid;
 
-const SIZE: u64 = 8 * MIB;
+pub(super) const SIZE: u64 = 8 * MIB;
 
-fn pool_named(name: &str) -> PoolName {
+pub(super) fn pool_named(name: &str) -> PoolName {
     PoolName::new(name).unwrap()
 }
 
-fn to(pool: &str, rate: Option<u64>) -> MoveSpec {
+pub(super) fn to(pool: &str, rate: Option<u64>) -> MoveSpec {
     MoveSpec { pool: pool_named(pool), bytes_per_second: rate }
 }
 
@@ -30,16 +30,16 @@ fn here() -> VolumeSpec {
 }
 
 /// A server with the pools `pool` and `far`, on two filesystems, and one domain.
-struct At {
+pub(super) struct At {
     // Dropped in this order.
-    server: Server,
-    site: Site,
-    libvirt: Libvirtd,
-    node: Uuid,
+    pub(super) server: Server,
+    pub(super) site: Site,
+    pub(super) libvirt: Libvirtd,
+    pub(super) node: Uuid,
 }
 
 impl At {
-    async fn new() -> Self {
+    pub(super) async fn new() -> Self {
         // The daemon sees only what is mounted before it starts.
         let mut site = Site::reflink();
         site.mount("far", &["mkfs.xfs", "-q", "-m", "reflink=1"]);
@@ -52,58 +52,58 @@ impl At {
         at
     }
 
-    async fn add_pool(&self, name: &str, labels: Labels) {
+    pub(super) async fn add_pool(&self, name: &str, labels: Labels) {
         let path = self.site.path(name);
         fs::create_dir_all(&path).unwrap();
         let spec = PoolSpec { path: text(&path).to_owned(), labels, ..self.site.pool_spec() };
         self.server.client.put_pool(&pool_named(name), &spec).await.unwrap();
     }
 
-    async fn create(&self, id: &str) -> Volume {
+    pub(super) async fn create(&self, id: &str) -> Volume {
         self.server.client.put_volume(&volume(id), &here(), SOON).await.unwrap()
     }
 
-    async fn attach(&self, id: &str, of: &str) {
+    pub(super) async fn attach(&self, id: &str, of: &str) {
         let spec = writer(&volume(of), self.node);
         self.server.client.attach(&attachment(id), &spec, SOON).await.unwrap();
     }
 
-    async fn volume(&self, id: &str) -> Volume {
+    pub(super) async fn volume(&self, id: &str) -> Volume {
         self.server.client.get_volume(&volume(id)).await.unwrap().unwrap()
     }
 
-    async fn start(&self, id: &str, spec: &MoveSpec) -> Result<Volume, ClientError> {
+    pub(super) async fn start(&self, id: &str, spec: &MoveSpec) -> Result<Volume, ClientError> {
         self.server.client.move_volume(&volume(id), spec).await
     }
 
-    async fn end(&self, id: &str) -> Volume {
+    pub(super) async fn end(&self, id: &str) -> Volume {
         until("the move is complete", async || self.volume(id).await.moving.is_none()).await;
         self.volume(id).await
     }
 
-    async fn is_in(&self, id: &str, phase: MovePhase) {
+    pub(super) async fn is_in(&self, id: &str, phase: MovePhase) {
         let is = async || self.volume(id).await.moving.is_some_and(|moving| moving.phase == phase);
         until(&format!("the move is {phase}"), is).await;
     }
 
     /// Names of the pools that have a file of this volume.
-    fn pools_with(&self, id: &str) -> Vec<&'static str> {
+    pub(super) fn pools_with(&self, id: &str) -> Vec<&'static str> {
         let has = |pool: &&str| {
             ["raw", "vpart"].iter().any(|end| self.site.path(pool).join(format!("{id}.{end}")).exists())
         };
         ["pool", "far"].into_iter().filter(has).collect()
     }
 
-    fn file(&self, pool: &str, id: &str) -> std::path::PathBuf {
+    pub(super) fn file(&self, pool: &str, id: &str) -> std::path::PathBuf {
         self.site.path(pool).join(format!("{id}.raw"))
     }
 
-    fn state(&self) -> String {
+    pub(super) fn state(&self) -> String {
         self.libvirt.virsh(&["domstate", &self.node.to_string()])
     }
 
     /// The domain's device of the disk of a volume, and its file.
-    fn device(&self, disk: Uuid) -> (String, String) {
+    pub(super) fn device(&self, disk: Uuid) -> (String, String) {
         let xml = self.libvirt.virsh(&["dumpxml", &self.node.to_string()]);
         let disks = xml.split("<disk ").find(|one| one.contains(&disk.to_string())).unwrap();
         let attribute = |name: &str| {
@@ -114,7 +114,7 @@ impl At {
     }
 
     /// Writes a block of this byte on the disk as the domain does.
-    fn write(&self, disk: Uuid, byte: u8, block: u64) {
+    pub(super) fn write(&self, disk: Uuid, byte: u8, block: u64) {
         let (device, _) = self.device(disk);
         let command = format!("qemu-io -d {device} \"write -P {byte} {} 4k\"", block * 4096);
         let done = self.libvirt.virsh(&["qemu-monitor-command", &self.node.to_string(), "--hmp", &command]);
@@ -123,18 +123,18 @@ impl At {
     }
 
     /// Whether the file that the domain has open has a block of this byte.
-    fn reads(&self, disk: Uuid, byte: u8, block: u64) -> bool {
+    pub(super) fn reads(&self, disk: Uuid, byte: u8, block: u64) -> bool {
         let (_, file) = self.device(disk);
         let mut found = [0; 4096];
         fs::File::open(file).unwrap().read_exact_at(&mut found, block * 4096).unwrap();
         found.iter().all(|one| *one == byte)
     }
 
-    async fn drain(&self) -> Drain {
+    pub(super) async fn drain(&self) -> Drain {
         self.server.client.drain_pool(&pool(), &DrainSpec::default()).await.unwrap()
     }
 
-    async fn restart_after_crash(self) -> Self {
+    pub(super) async fn restart_after_crash(self) -> Self {
         let Self { mut server, site, libvirt, node } = self;
         server.wait_for_crash().await;
         Self { server: site.start(), site, libvirt, node }
@@ -326,7 +326,7 @@ async fn a_drain_moves_what_it_can_says_what_it_cannot_and_can_be_repeated() {
 }
 
 /// Moves an attached volume, with a write before and one during the copy.
-async fn move_attached(at: &At, id: &str, disk: Uuid) -> Result<(), ClientError> {
+pub(super) async fn move_attached(at: &At, id: &str, disk: Uuid) -> Result<(), ClientError> {
     at.write(disk, 4, 1);
     at.start(id, &to("far", None)).await?;
     until("the move is complete, or the server crashed", async || {
@@ -340,7 +340,7 @@ async fn move_attached(at: &At, id: &str, disk: Uuid) -> Result<(), ClientError>
 }
 
 /// Checks that the volume is in its new pool and nowhere else, and that the domain uses that file.
-async fn check_moved(at: &At, id: &str, disk: Uuid) {
+pub(super) async fn check_moved(at: &At, id: &str, disk: Uuid) {
     let moved = at.end(id).await;
     assert_eq!((moved.pool.as_str(), at.pools_with(id)), ("far", vec!["far"]));
     assert_eq!(at.device(disk).1, text(&at.file("far", id)));

@@ -47,6 +47,7 @@ use super::{budgets, events, handlers, moves, suspensions, transfers};
         suspensions::resume_pool,
         moves::move_volume,
         moves::cancel_move,
+        moves::choose_file,
         moves::drain_pool,
         moves::cancel_drain,
         budgets::put_budget,

@@ -17,6 +17,7 @@ pub mod postgres;
 mod records;
 mod revisions;
 mod schema;
+mod served_time;
 mod snapshots;
 mod suspensions;
 mod transfers;
@@ -30,7 +31,7 @@ use std::time::{Duration, Instant};
 use rusqlite::{Connection, ErrorCode};
 
 pub use attachments::{AttachmentRow, Blank};
-pub use moves::MoveRow;
+pub use moves::{MoveNote, MoveRow, Side};
 pub use nodes::NodeRow;
 pub use pools::{InPool, PoolRow};
 pub use snapshots::SnapshotRow;

@@ -4,7 +4,7 @@ use rusqlite::Connection;
 
 use super::CatalogError;
 use super::budgets::ACCOUNTS;
-use super::moves::MOVES;
+use super::moves::{MOVE_NOTES, MOVES};
 use super::suspensions::SUSPENSIONS;
 use super::transfers::TRANSFERS;
 
@@ -24,6 +24,8 @@ const MIGRATIONS: &[&str] = &[
     SUSPENSIONS,
     MOVES,
     POOL_HOSTS,
+    MOVE_NOTES,
+    SERVED_TIME,
 ];
 
 const FIRST: &str = "
@@ -289,6 +291,19 @@ BEGIN
     UPDATE revision SET number = number + 1;
     UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = OLD.volume;
 END;
+";
+
+const SERVED_TIME: &str = "
+-- Seconds that servers have served this catalog. Ages are told by it: it neither jumps with the wall clock nor goes on without a
+-- server.
+CREATE TABLE served_time (
+    only     INTEGER PRIMARY KEY CHECK (only = 0),
+    seconds  INTEGER NOT NULL
+) STRICT;
+INSERT INTO served_time VALUES (0, 0);
+-- From now on in this time. The ids that are remembered are remembered for the whole time once more.
+UPDATE ended_attachments SET ended_at = 0;
+UPDATE refused_attachments SET ended_at = 0;
 ";
 
 /// The schema version of a catalog. Fails if it is newer than this program.

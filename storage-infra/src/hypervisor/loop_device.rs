@@ -433,7 +433,7 @@ impl Hypervisor for LoopDevices {
     async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk> {
         let power = self.facts(node)?.power;
         let source = self.attached_device(node, disk).await?.map(|_| disk.source.location());
-        Ok(MirroredDisk { power, source, mirror: None })
+        Ok(MirroredDisk { power, paused: None, source, mirror: None })
     }
 
     async fn start_mirror(&self, _: Uuid, disk: &Disk, _: &DiskSource, _: Option<u64>) -> Result<()> {

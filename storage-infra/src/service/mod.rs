@@ -62,6 +62,7 @@ use tokio::sync::broadcast;
 
 use self::core::Core;
 use crate::catalog::Catalog;
+use crate::clock::Clock;
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
 use crate::placement::Hosts;
@@ -125,12 +126,13 @@ impl Service {
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         hosts: Hosts,
+        clock: Clock,
         metrics: Metrics,
         file_dirs: Vec<PathBuf>,
     ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
         let engines = Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()));
-        let core = Arc::new(Core::new(catalog, metrics).with_hosts(hosts));
+        let core = Arc::new(Core::new(catalog, metrics).with_clock(clock).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions.clone()));
@@ -168,6 +170,17 @@ impl Service {
             hypervisors.clone(),
             conditions.clone(),
         ));
+        let moves = Arc::new(Moves::new(moves::Uses {
+            core: core.clone(),
+            engines: engines.clone(),
+            hypervisors: hypervisors.clone(),
+            capacity: capacity.clone(),
+            records: records.clone(),
+            files: files.clone(),
+            copies: copies.clone(),
+            disks: disks.clone(),
+            unexpected_disks: unexpected_disks.clone(),
+        }));
         let retries = Arc::new(Retries::default());
         let attachments = Arc::new(Attachments::new(
             core.clone(),
@@ -176,6 +189,7 @@ impl Service {
             records.clone(),
             conditions.clone(),
             unexpected_disks.clone(),
+            moves.clone(),
             retries.clone(),
         ));
         let fencing = Arc::new(Fencing::new(
@@ -224,17 +238,6 @@ impl Service {
             copies.clone(),
         ));
         let suspensions = Arc::new(Suspensions::new(core.clone(), hypervisors.clone()));
-        let moves = Arc::new(Moves::new(moves::Uses {
-            core: core.clone(),
-            engines: engines.clone(),
-            hypervisors: hypervisors.clone(),
-            capacity: capacity.clone(),
-            records: records.clone(),
-            files,
-            copies: copies.clone(),
-            disks: disks.clone(),
-            unexpected_disks: unexpected_disks.clone(),
-        }));
         let unfinished = Arc::new(Unfinished::new(
             core.clone(),
             volumes.clone(),

@@ -13,7 +13,7 @@ use crate::catalog::{self, CatalogError, DATABASE_SUFFIXES, Result, beside, sche
 use crate::lease::NotActive;
 
 /// All tables, in an order in which each refers to earlier ones only.
-const TABLES: [&str; 20] = [
+const TABLES: [&str; 21] = [
     "pools",
     "volumes",
     "nodes",
@@ -34,6 +34,7 @@ const TABLES: [&str; 20] = [
     "suspended_pools",
     "paused_nodes",
     "moves",
+    "served_time",
 ];
 
 /// All tables, in an order in which each refers to earlier ones only.
@@ -129,7 +130,7 @@ fn copy_all(sqlite: &Connection, lead: &Lead) -> Result<Vec<Imported>> {
         )));
     }
     tables().try_for_each(|table| session.run(&format!("ALTER TABLE {table} DISABLE TRIGGER USER")))?;
-    session.run("DELETE FROM revision")?;
+    session.run("DELETE FROM revision; DELETE FROM served_time")?;
     let imported = tables().map(|table| copy(from, to, &session, table)).collect::<Result<_>>()?;
     tables().try_for_each(|table| session.run(&format!("ALTER TABLE {table} ENABLE TRIGGER USER")))?;
     session.run("COMMIT")?;

@@ -28,6 +28,7 @@ use uuid::Uuid;
 use super::conditions::Conditions;
 use super::core::Core;
 use super::disks::{AttachmentContext, Disks};
+use super::moves::Moves;
 use super::power::PowerStates;
 use super::problems::Result;
 use super::records::Records;
@@ -59,6 +60,7 @@ pub struct Attachments {
     records: Arc<Records>,
     conditions: Arc<Conditions>,
     unexpected_disks: Arc<UnexpectedDisks>,
+    moves: Arc<Moves>,
     retries: Arc<Retries>,
     /// The last operation on each attachment that has one.
     operations: Mutex<HashMap<AttachmentId, Operation>>,
@@ -72,10 +74,11 @@ impl Attachments {
         records: Arc<Records>,
         conditions: Arc<Conditions>,
         unexpected_disks: Arc<UnexpectedDisks>,
+        moves: Arc<Moves>,
         retries: Arc<Retries>,
     ) -> Self {
         let operations = Mutex::default();
-        Self { core, disks, power, records, conditions, unexpected_disks, retries, operations }
+        Self { core, disks, power, records, conditions, unexpected_disks, moves, retries, operations }
     }
 
     /// One attachment. Waits for a running operation at most `wait`.

@@ -3,7 +3,8 @@
 //! The wall clock names moments for people, and decides nothing: it can be set, and jump by years. How old something is, is told by
 //! the monotonic clock within a server, and across servers by the time that the catalog was served: each server adds its own.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A source of time that never goes back and never jumps.
@@ -29,6 +30,14 @@ struct Inner {
     source: Box<dyn Monotonic>,
     /// Until when the time is recorded in the catalog.
     recorded: Mutex<Duration>,
+    /// What the catalog had recorded at a moment of the source.
+    base: OnceLock<(u64, Duration)>,
+}
+
+impl fmt::Debug for Clock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Clock").field("served", &self.served()).finish_non_exhaustive()
+    }
 }
 
 impl Default for Clock {
@@ -41,7 +50,19 @@ impl Clock {
     /// A clock with this source.
     pub fn of(source: impl Monotonic + 'static) -> Self {
         let recorded = Mutex::new(source.elapsed());
-        Self(Arc::new(Inner { source: Box::new(source), recorded }))
+        Self(Arc::new(Inner { source: Box::new(source), recorded, base: OnceLock::new() }))
+    }
+
+    /// Begins with the time that the catalog has recorded.
+    pub fn begin(&self, recorded: u64) {
+        // A second begin changes nothing.
+        let _ = self.0.base.set((recorded, self.0.source.elapsed()));
+    }
+
+    /// Seconds that servers have served the catalog; `None` before [`Self::begin`].
+    pub fn served(&self) -> Option<u64> {
+        let (recorded, since) = self.0.base.get()?;
+        Some(recorded + self.0.source.elapsed().saturating_sub(*since).as_secs())
     }
 
     /// Whole seconds of service that were not taken yet, if there are at least so many. What is taken and not recorded, because the
@@ -89,5 +110,10 @@ mod tests {
         assert_eq!(clock.take_served(minute), None);
         at(221_000);
         assert_eq!(clock.take_served(minute), Some(61), "the rest of the last time counts");
+        assert_eq!(clock.served(), None);
+        clock.begin(1000);
+        at(224_500);
+        clock.begin(7);
+        assert_eq!(clock.served(), Some(1003));
     }
 }

@@ -10,6 +10,7 @@ mod attachments;
 mod backup;
 mod blank;
 mod budgets;
+mod clocks;
 mod conditions;
 mod crash;
 mod disks;

@@ -255,6 +255,18 @@ async fn a_copy_that_is_aborted_by_hand_begins_again() {
 }
 
 #[tokio::test]
+async fn a_cancelled_move_whose_copy_was_finished_by_hand_is_completed() {
+    let at = At::new().await;
+    let disk = at.create("v").await.disk_uuid;
+    at.copied_and_waiting(disk).await;
+    at.pivot(disk);
+    at.server.client.cancel_move(&volume("v")).await.unwrap();
+    at.virsh(&["resume", &at.domain()]);
+    at.write(disk, 5, 0);
+    check_moved_with(&at, disk, 5).await;
+}
+
+#[tokio::test]
 async fn a_vm_that_was_paused_for_a_switch_runs_after_a_second_crash_during_the_recovery() {
     for (first, second) in [
         ("hypervisor.pivot.before", "hypervisor.unpause.before"),

@@ -192,7 +192,7 @@ impl Tx<'_> {
         self.delete_attachment(id)?;
         self.0
             .prepare_cached(
-                "INSERT INTO ended_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE only = 0 \
+                "INSERT INTO ended_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE TRUE \
                  ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
             )?
             .execute([id.as_str()])?;
@@ -235,7 +235,7 @@ impl Tx<'_> {
         self.delete_attachment(id)?;
         self.0
             .prepare_cached(
-                "INSERT INTO refused_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE only = 0 \
+                "INSERT INTO refused_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE TRUE \
                  ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
             )?
             .execute([id.as_str()])?;

@@ -297,7 +297,7 @@ const SERVED_TIME: &str = "
 -- Seconds that servers have served this catalog. Ages are told by it: it neither jumps with the wall clock nor goes on without a
 -- server.
 CREATE TABLE served_time (
-    only     INTEGER PRIMARY KEY CHECK (only = 0),
+    id       INTEGER PRIMARY KEY CHECK (id = 0),
     seconds  INTEGER NOT NULL
 ) STRICT;
 INSERT INTO served_time VALUES (0, 0);

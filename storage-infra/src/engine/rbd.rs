@@ -35,6 +35,7 @@ use super::{
     Record, Result, Revisions,
 };
 use crate::audit;
+use crate::clock::Clock;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
 use command::Ceph;
 use names::{MARKER, image_name, object_of, part_name};
@@ -66,9 +67,9 @@ pub struct RbdEngine {
 
 impl RbdEngine {
     /// The pool with this UUID at this location. Does no I/O.
-    pub fn new(location: RbdLocation, uuid: Uuid) -> Self {
+    pub fn new(location: RbdLocation, uuid: Uuid, clock: Clock) -> Self {
         let (checked, report, cloning) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { ceph: Ceph::new(location), uuid, checked, report, cloning }
+        Self { ceph: Ceph::new(location, clock), uuid, checked, report, cloning }
     }
 
     fn image(&self, object: &Object) -> RbdImage {

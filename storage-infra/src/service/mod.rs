@@ -131,7 +131,8 @@ impl Service {
         file_dirs: Vec<PathBuf>,
     ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
-        let engines = Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()));
+        let engines =
+            Arc::new(Engines::new(catalog.data_dir(), catalog.lease().clone()).with_clock(clock.clone()));
         let core = Arc::new(Core::new(catalog, metrics).with_clock(clock).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -18,7 +18,7 @@ ALTER TABLE moves ADD COLUMN chosen TEXT COLLATE "C" CHECK (chosen IN ('old', 'n
 
 const SERVED_TIME: &str = "
 CREATE TABLE served_time (
-    only     BIGINT PRIMARY KEY CHECK (only = 0),
+    id       BIGINT PRIMARY KEY CHECK (id = 0),
     seconds  BIGINT NOT NULL
 );
 INSERT INTO served_time VALUES (0, 0);

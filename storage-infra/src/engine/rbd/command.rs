@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::RbdLocation;
 use super::session::{Call, Opens, Sessions};
+use crate::clock::Clock;
 use crate::engine::{EngineError, Result};
 
 /// Timeout in seconds of a call that only reads or changes metadata.
@@ -85,13 +86,14 @@ pub(super) struct Ceph {
     opened: Arc<RwLock<()>>,
     /// Held while an image gets the name of a deleted one and moves to the trash.
     pub(super) discarding: Arc<Mutex<()>>,
+    pub(super) clock: Clock,
 }
 
 impl Ceph {
-    pub(super) fn new(location: RbdLocation) -> Self {
+    pub(super) fn new(location: RbdLocation, clock: Clock) -> Self {
         let sessions = |most| Arc::new(Sessions::new(location.clone(), most));
         let (images, monitors) = (sessions(IMAGE_SESSIONS), sessions(1));
-        Self { location, images, monitors, opened: Arc::default(), discarding: Arc::default() }
+        Self { location, images, monitors, opened: Arc::default(), discarding: Arc::default(), clock }
     }
 
     /// Makes a request in a session.

@@ -7,13 +7,14 @@ use anyhow::Context;
 use super::command::Ceph;
 use super::output::DiskUsage;
 use super::{MARKER, POOL_UUID, RbdLocation, object_of};
+use crate::clock::Clock;
 use crate::engine::scan::{FoundFile, Place, PoolScan};
 
 /// Scans a Ceph pool. Read-only.
 pub(in crate::engine) fn scan_pool(path: &Path) -> anyhow::Result<PoolScan> {
     let text = path.to_str().context("the location of the pool is not UTF-8")?;
     let location: RbdLocation = text.parse().map_err(anyhow::Error::msg)?;
-    let ceph = Ceph::new(location);
+    let ceph = Ceph::new(location, Clock::default());
     let marker = ceph.location.image(MARKER);
     let uuid =
         ceph.metadata(&marker, POOL_UUID).with_context(|| format!("cannot read the image {marker}"))?;

@@ -173,6 +173,7 @@ fn on_old(facts: &Facts, job: Option<Job>) -> Step {
         (Some(_), MovePhase::Mirroring) => Step::Follow,
         (Some(_), _) => Step::FollowAgain,
         (None, _) if facts.chosen == Some(Side::Old) => Step::SetAside,
+        (None, _) if facts.chosen == Some(Side::New) => Step::Wait(Wait::Choice),
         // Its copy was seen there, or this server ended it: the VM did not leave the file in between.
         (None, _) if facts.note == Some(MoveNote::AbortAsked) || facts.last.is_some() => Step::KeepOld,
         // The copy may have been finished, and the VM started again with the old file.
@@ -327,7 +328,8 @@ mod tests {
     fn a_choice_is_asked_for_only_where_nothing_else_tells() {
         for facts in all().iter().filter(|one| decide(one) == Step::Wait(Wait::Choice)) {
             let is_back_on_old = matches!(facts.seen, Seen::Old(_)) && facts.note == Some(MoveNote::Used);
-            assert!(facts.content == Content::Different || is_back_on_old, "{facts:?}");
+            let is_against_choice = facts.seen == Seen::Old(None) && facts.chosen == Some(Side::New);
+            assert!(facts.content == Content::Different || is_back_on_old || is_against_choice, "{facts:?}");
         }
     }
 

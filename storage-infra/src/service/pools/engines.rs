@@ -11,6 +11,7 @@ use process_kit::keyed_lock::KeyedLock;
 
 use crate::audit;
 use crate::catalog::PoolRow;
+use crate::clock::Clock;
 use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
 use crate::fail_points;
 use crate::lease::Lease;
@@ -46,6 +47,7 @@ pub(in crate::service) struct Engines {
     /// Directory of this server's catalog, by which other servers recognize its pools.
     data_dir: PathBuf,
     lease: Lease,
+    clock: Clock,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
     probes: KeyedLock<(PoolName, ProbeKind)>,
@@ -53,7 +55,19 @@ pub(in crate::service) struct Engines {
 
 impl Engines {
     pub(in crate::service) fn new(data_dir: impl Into<PathBuf>, lease: Lease) -> Self {
-        Self { data_dir: data_dir.into(), lease, engines: Mutex::default(), probes: KeyedLock::default() }
+        let clock = Clock::default();
+        Self {
+            data_dir: data_dir.into(),
+            lease,
+            clock,
+            engines: Mutex::default(),
+            probes: KeyedLock::default(),
+        }
+    }
+
+    /// With this clock.
+    pub(in crate::service) fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
     }
 
     /// The engine of a pool.
@@ -66,7 +80,8 @@ impl Engines {
             };
             match location {
                 Some(location) => {
-                    fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid)), self.lease.clone())
+                    let engine = RbdEngine::new(location, pool.uuid, self.clock.clone());
+                    fail_points::engine(Arc::new(engine), self.lease.clone())
                 }
                 // A location that cannot be read is no directory either, and the engine says so.
                 None => fail_points::engine(

@@ -55,23 +55,22 @@ async fn compared(site: &Site, disk: Uuid, node: Uuid) {
 async fn a_jump_of_the_wall_clock_forgets_no_ended_id_in_either_direction() {
     let node = Uuid::new_v4();
     let (site, server) = with_clock(node).await;
-    let today = day(&server, "v").await;
+    let mut before = day(&server, "v").await;
     attach(&server, &attachment("a"), node).await.unwrap();
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     let kept = server.client.put_volume(&volume("kept"), &size(MIB), SOON).await.unwrap().disk_uuid;
     server.client.attach(&attachment("kept"), &writer(&volume("kept"), node), SOON).await.unwrap();
-    for (number, jump) in ["+3d", "-3d", "+60d"].into_iter().enumerate() {
+    for (number, jump) in ["+3d", "+0", "+2d"].into_iter().enumerate() {
         fs::write(site.path("offset"), jump).unwrap();
-        assert_ne!(
-            day(&server, &format!("later-{number}")).await,
-            today,
-            "the clock of the server has jumped"
-        );
+        let now = day(&server, &format!("later-{number}")).await;
+        assert_ne!(now, before, "the clock of the server has jumped");
+        before = now;
         compared(&site, kept, node).await;
         assert!(attach(&server, &attachment("a"), node).await.is_err(), "the id was forgotten at {jump}");
     }
     server.stop();
-    // Nor does a start forget it.
+    // Nor does a start forget it. A client needs a certificate that is valid at the server's time to connect again.
+    fs::write(site.path("offset"), "+0").unwrap();
     let server = site.start();
     attach(&server, &attachment("a"), node).await.unwrap_err();
     attach(&server, &attachment("b"), node).await.unwrap();

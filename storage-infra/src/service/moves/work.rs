@@ -57,7 +57,11 @@ impl Moves {
                 return Ok(());
             }
             let look = self.look(&state).await?;
-            match decide(&self.facts(&state, &look).await?) {
+            let step = decide(&self.facts(&state, &look).await?);
+            if step != Step::Wait(Wait::Choice) {
+                self.memory().undecided.remove(id);
+            }
+            match step {
                 Step::Follow => {
                     self.follow(&state, &look, &mut rate).await?;
                     self.sleep(POLL_INTERVAL).await;

@@ -183,16 +183,16 @@ impl Service {
             unexpected_disks: unexpected_disks.clone(),
         }));
         let retries = Arc::new(Retries::default());
-        let attachments = Arc::new(Attachments::new(
-            core.clone(),
-            disks.clone(),
-            power.clone(),
-            records.clone(),
-            conditions.clone(),
-            unexpected_disks.clone(),
-            moves.clone(),
-            retries.clone(),
-        ));
+        let attachments = Arc::new(Attachments::new(attachments::Uses {
+            core: core.clone(),
+            disks: disks.clone(),
+            power: power.clone(),
+            records: records.clone(),
+            conditions: conditions.clone(),
+            unexpected_disks: unexpected_disks.clone(),
+            moves: moves.clone(),
+            retries: retries.clone(),
+        }));
         let fencing = Arc::new(Fencing::new(
             core.clone(),
             hypervisors.clone(),

@@ -52,6 +52,18 @@ pub enum Progress {
     Gone,
 }
 
+/// What attachments use.
+pub(super) struct Uses {
+    pub(super) core: Arc<Core>,
+    pub(super) disks: Arc<Disks>,
+    pub(super) power: Arc<PowerStates>,
+    pub(super) records: Arc<Records>,
+    pub(super) conditions: Arc<Conditions>,
+    pub(super) unexpected_disks: Arc<UnexpectedDisks>,
+    pub(super) moves: Arc<Moves>,
+    pub(super) retries: Arc<Retries>,
+}
+
 /// The attachments.
 pub struct Attachments {
     core: Arc<Core>,
@@ -67,16 +79,8 @@ pub struct Attachments {
 }
 
 impl Attachments {
-    pub(super) fn new(
-        core: Arc<Core>,
-        disks: Arc<Disks>,
-        power: Arc<PowerStates>,
-        records: Arc<Records>,
-        conditions: Arc<Conditions>,
-        unexpected_disks: Arc<UnexpectedDisks>,
-        moves: Arc<Moves>,
-        retries: Arc<Retries>,
-    ) -> Self {
+    pub(super) fn new(uses: Uses) -> Self {
+        let Uses { core, disks, power, records, conditions, unexpected_disks, moves, retries } = uses;
         let operations = Mutex::default();
         Self { core, disks, power, records, conditions, unexpected_disks, moves, retries, operations }
     }

@@ -160,7 +160,7 @@ impl Moves {
             let look = self.look(&state).await?;
             match decide(&self.facts(&state, &look).await?) {
                 Step::Follow | Step::Switch | Step::FollowAgain if ends_copy => {
-                    self.end_mirror(&state).await?
+                    self.end_mirror(&state).await?;
                 }
                 Step::Follow | Step::Switch => return Ok(()),
                 Step::Compare => {

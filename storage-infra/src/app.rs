@@ -26,6 +26,7 @@ use crate::api::{self, MetricsAuth, NamingAcceptor, WithoutRole};
 use crate::backup::{self, Schedule};
 use crate::catalog::Catalog;
 use crate::catalog::postgres::Target;
+use crate::clock::Clock;
 use crate::engine::file::private_dir;
 use crate::hypervisor::Hypervisor;
 use crate::hypervisor::libvirt::Libvirt;
@@ -172,7 +173,14 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let lease = catalog.lease().clone();
     let watched = catalog.clone();
     let hypervisors = hypervisors(&options.hypervisors, &lease)?;
-    let service = Service::new(catalog, hypervisors, hosts, metrics.clone(), options.file_dirs.clone());
+    let service = Service::new(
+        catalog,
+        hypervisors,
+        hosts,
+        Clock::default(),
+        metrics.clone(),
+        options.file_dirs.clone(),
+    );
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     let stop = listeners.stop.clone();

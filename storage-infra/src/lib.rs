@@ -25,6 +25,7 @@ pub mod backup;
 pub mod budget;
 pub mod catalog;
 pub mod cli;
+pub mod clock;
 pub mod engine;
 mod fail_points;
 #[cfg(any(test, fuzzing))]

@@ -210,8 +210,8 @@ impl Metrics {
     }
 
     /// Publishes the moves that are not complete, and how much of each is copied.
-    pub fn moves(&self, rows: &[MoveRow], copied: impl Fn(&VolumeId) -> Option<u64>) {
-        self.0.moves.set(rows, copied);
+    pub fn moves(&self, rows: &[MoveRow], copied: impl Fn(&VolumeId) -> Option<u64>, undecided: usize) {
+        self.0.moves.set(rows, copied, undecided);
     }
 
     /// Counts a move that cannot go on for a new reason.

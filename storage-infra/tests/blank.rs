@@ -62,6 +62,7 @@ async fn a_disk_that_lost_its_data_is_not_blank() {
     let file = fs::File::options().write(true).open(site.file(&volume("v"))).unwrap();
     file.set_len(0).unwrap();
     file.set_len(4 * MIB).unwrap();
+    drop(file);
     assert_eq!(attach(&server, "a2", "v", node).await.blank_attestation, None);
 }
 

@@ -11,6 +11,7 @@ pub(crate) mod faults;
 mod fleet;
 mod leaders;
 mod links;
+mod moves;
 mod node;
 mod pools;
 mod programs;

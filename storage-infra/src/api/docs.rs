@@ -48,6 +48,7 @@ use super::{alterations, budgets, events, handlers, moves, suspensions, transfer
         suspensions::resume_pool,
         moves::move_volume,
         moves::cancel_move,
+        moves::choose_file,
         moves::drain_pool,
         moves::cancel_drain,
         budgets::put_budget,

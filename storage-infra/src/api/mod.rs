@@ -69,6 +69,7 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
         )
         .route("/v1/volumes/{id}/alteration", delete(alterations::accept_volume))
         .route("/v1/volumes/{id}/move", put(moves::move_volume).delete(moves::cancel_move))
+        .route("/v1/volumes/{id}/move/choice", put(moves::choose_file))
         .route("/v1/pools/{name}/drain", put(moves::drain_pool).delete(moves::cancel_drain))
         .route("/v1/pools/{name}/suspension", put(suspensions::suspend_pool).delete(suspensions::resume_pool))
         .route("/v1/snapshots/{id}/data", get(transfers::export_snapshot))

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::http::StatusCode;
-use infra_api::{Drain, DrainSpec, MoveSpec, PoolName, Problem, Volume, VolumeId};
+use infra_api::{Drain, DrainSpec, MoveChoice, MoveSpec, PoolName, Problem, Volume, VolumeId};
 
 use super::extract::{Body, Id};
 use super::view::Everything;
@@ -42,6 +42,27 @@ pub(super) async fn move_volume(
 ))]
 pub(super) async fn cancel_move(Everything(app): Everything, Id(id): Id<VolumeId>) -> Result<StatusCode> {
     app.service.moves().cancel(id).await.map(|()| StatusCode::NO_CONTENT)
+}
+
+/// Chooses which of its two files is the volume's, where its move cannot know it.
+///
+/// The copy of an attached disk can be finished by other hands. If the virtual machine ended before the server saw which file it
+/// used, and both files differ, the move waits for this choice, and the volume is not used. The other file is kept in its pool
+/// under the name `{id}.not-chosen.img`.
+#[utoipa::path(put, path = "/v1/volumes/{id}/move/choice", tag = "Moves", request_body = MoveChoice, params(("id" = VolumeId, Path)), responses(
+    (status = 200, description = "The choice is recorded, and is being carried out", body = Volume),
+    (status = 400, description = "`invalid`: the pool has no file of the volume", body = Problem),
+    (status = 404, description = "`not-found`", body = Problem),
+    (status = 409, description = "`in-use`: the move does not wait for a choice, or a virtual machine has the other file open", body = Problem),
+))]
+pub(super) async fn choose_file(
+    Everything(app): Everything,
+    Id(id): Id<VolumeId>,
+    Body(choice): Body<MoveChoice>,
+) -> Result<Json<Volume>> {
+    app.service.volumes().get(&Scope::All, &id).await?;
+    app.service.moves().choose(id.clone(), choice).await?;
+    app.service.volumes().get(&Scope::All, &id).await.map(Json)
 }
 
 /// Cordons a pool, and starts the moves of its volumes to other pools.

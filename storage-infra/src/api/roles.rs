@@ -33,6 +33,7 @@ pub(super) enum Operation {
     ResumePool,
     MoveVolume,
     CancelMove,
+    ChooseFile,
     DrainPool,
     CancelDrain,
     ListBudgets,
@@ -63,7 +64,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 51] = [
+const ROUTES: [(&str, &str, Operation); 52] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -88,6 +89,7 @@ const ROUTES: [(&str, &str, Operation); 51] = [
     ("DELETE", "/v1/pools/{name}/suspension", ResumePool),
     ("PUT", "/v1/volumes/{id}/move", MoveVolume),
     ("DELETE", "/v1/volumes/{id}/move", CancelMove),
+    ("PUT", "/v1/volumes/{id}/move/choice", ChooseFile),
     ("PUT", "/v1/pools/{name}/drain", DrainPool),
     ("DELETE", "/v1/pools/{name}/drain", CancelDrain),
     ("GET", "/v1/budgets", ListBudgets),
@@ -136,9 +138,8 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment | AdoptVolume => &[Role::Driver, Role::Operator],
         PutPool | DeletePool | DeleteSavedState | DeleteHost | AcceptVolume | SuspendVolume
-        | ResumeVolume | SuspendPool | ResumePool | MoveVolume | CancelMove | DrainPool | CancelDrain => {
-            &[Role::Operator]
-        }
+        | ResumeVolume | SuspendPool | ResumePool | MoveVolume | CancelMove | ChooseFile | DrainPool
+        | CancelDrain => &[Role::Operator],
         PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | ReleaseVolume => {
             &[Role::Operator]
         }

@@ -54,8 +54,8 @@ pub(super) fn remove_partial(dir: &Path, origin: &Origin) -> io::Result<()> {
 /// Removes the oldest scheduled backups, so that `keep` remain with the new one. Returns how many were removed.
 pub(super) fn apply(dir: &Path, new: &Backup, keep: usize) -> anyhow::Result<usize> {
     let older: Vec<Found> = list(dir, &new.origin)?.into_iter().filter(|one| one.path != new.file).collect();
-    let ours: Vec<PathBuf> =
-        older.into_iter().map(|one| one.path).filter(|path| is_ours(path, new)).collect();
+    let ours: Vec<Found> = older.into_iter().filter(|one| is_ours(&one.path, new)).collect();
+    let ours = by_age(ours, |path| backup::revision(path).ok());
     let surplus = (ours.len() + 1).saturating_sub(keep);
     if surplus == 0 {
         return Ok(0);
@@ -70,6 +70,13 @@ pub(super) fn apply(dir: &Path, new: &Backup, keep: usize) -> anyhow::Result<usi
     }
     ours.iter().take(surplus).try_for_each(fs::remove_file)?;
     Ok(surplus)
+}
+
+/// The oldest first, by the catalog's revision: the times in the names are those of a clock that may have jumped. One that cannot be
+/// read is not taken for old.
+fn by_age(mut found: Vec<Found>, revision: impl Fn(&Path) -> Option<u64>) -> Vec<PathBuf> {
+    found.sort_by_cached_key(|one| (revision(&one.path).unwrap_or(u64::MAX), one.time));
+    found.into_iter().map(|one| one.path).collect()
 }
 
 fn is_ours(path: &Path, new: &Backup) -> bool {
@@ -116,6 +123,20 @@ mod tests {
             names.sort();
             names
         }
+    }
+
+    #[test]
+    fn the_oldest_are_told_by_the_revision_whatever_the_clock_said() {
+        let found =
+            |path: &str, second| Found { path: path.into(), time: Timestamp::from_second(second).unwrap() };
+        // The clock was a day ahead at b.
+        let all = vec![found("/c", 30), found("/d", 40), found("/e", 50), found("/b", 90_000)];
+        let revision = |path: &Path| match path.to_str() {
+            Some("/b") => Some(2),
+            Some("/c" | "/d") => Some(3),
+            _ => None,
+        };
+        assert_eq!(by_age(all, revision), ["/b", "/c", "/d", "/e"].map(PathBuf::from));
     }
 
     #[test]

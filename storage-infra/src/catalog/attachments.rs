@@ -187,15 +187,15 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Deletes an attachment, if it exists, and records its ID as ended at `now` (seconds since 1970).
-    pub fn end_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
+    /// Deletes an attachment, if it exists, and records its ID as ended now.
+    pub fn end_attachment(&self, id: &AttachmentId) -> Result<()> {
         self.delete_attachment(id)?;
         self.0
             .prepare_cached(
-                "INSERT INTO ended_attachments (id, ended_at) VALUES (?1, ?2) \
+                "INSERT INTO ended_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE TRUE \
                  ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
             )?
-            .execute(params![id.as_str(), now])?;
+            .execute([id.as_str()])?;
         Ok(())
     }
 
@@ -211,33 +211,34 @@ impl Tx<'_> {
         Ok(refused.exists([id.as_str()])? || self.is_attachment_ended(id)?)
     }
 
-    /// Removes IDs that ended before this time (seconds since 1970).
-    pub fn forget_ended_attachments(&self, before: i64) -> Result<()> {
+    /// Removes IDs that ended longer ago than this, in seconds of service.
+    pub fn forget_ended_attachments(&self, seconds: u64) -> Result<()> {
         for table in ["ended_attachments", "refused_attachments"] {
-            let forget = format!("DELETE FROM {table} WHERE ended_at < ?1");
-            self.0.prepare_cached(&forget)?.execute([before])?;
+            let forget =
+                format!("DELETE FROM {table} WHERE ended_at < (SELECT seconds FROM served_time) - ?1");
+            self.0.prepare_cached(&forget)?.execute([seconds])?;
         }
         Ok(())
     }
 
-    /// Renames an attachment. Its old ID is recorded as ended at `now`.
-    pub fn rename_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
+    /// Renames an attachment. Its old ID is recorded as ended now.
+    pub fn rename_attachment(&self, from: &AttachmentId, to: &AttachmentId) -> Result<()> {
         self.0
             .prepare_cached("UPDATE attachments SET id = ?2 WHERE id = ?1")?
             .execute([from.as_str(), to.as_str()])?;
-        self.end_attachment(from, now)
+        self.end_attachment(from)
     }
 
-    /// Deletes an attachment whose disk was confirmed not attached, and records that at `now` (seconds since 1970).
+    /// Deletes an attachment whose disk was confirmed not attached, and records that.
     /// Its ID can be used again.
-    pub fn refuse_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
+    pub fn refuse_attachment(&self, id: &AttachmentId) -> Result<()> {
         self.delete_attachment(id)?;
         self.0
             .prepare_cached(
-                "INSERT INTO refused_attachments (id, ended_at) VALUES (?1, ?2) \
+                "INSERT INTO refused_attachments (id, ended_at) SELECT ?1, seconds FROM served_time WHERE TRUE \
                  ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
             )?
-            .execute(params![id.as_str(), now])?;
+            .execute([id.as_str()])?;
         Ok(())
     }
 

@@ -363,7 +363,7 @@ mod tests {
     ) -> Running {
         let (catalog, id) = (catalog.clone(), id(text));
         let mut running: Running = Box::pin(async move {
-            let work = move |tx: &Tx<'_>| tx.end_attachment(&id, 1).and_then(|()| then(tx));
+            let work = move |tx: &Tx<'_>| tx.end_attachment(&id).and_then(|()| then(tx));
             catalog.run(work).await
         });
         assert!((&mut running).now_or_never().is_none());
@@ -499,7 +499,7 @@ mod tests {
     async fn read_only(backend: &Backend) {
         let dir = tempfile::tempdir().unwrap();
         let catalog = backend.open(dir.path()).unwrap();
-        let write = |tx: &Tx<'_>| tx.end_attachment(&id("a"), 1);
+        let write = |tx: &Tx<'_>| tx.end_attachment(&id("a"));
         catalog.read::<_, CatalogError, _>(write).await.unwrap_err();
         assert!(!is_ended(&catalog, "a").await);
         catalog.run_unsynced::<_, CatalogError, _>(write).await.unwrap();

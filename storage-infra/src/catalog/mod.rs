@@ -18,6 +18,7 @@ pub mod postgres;
 mod records;
 mod revisions;
 mod schema;
+mod served_time;
 mod snapshots;
 mod suspensions;
 mod transfers;
@@ -32,7 +33,7 @@ use rusqlite::{Connection, ErrorCode};
 
 pub use altered::AlteredDisk;
 pub use attachments::{AttachmentRow, Blank};
-pub use moves::MoveRow;
+pub use moves::{MoveNote, MoveRow, Side};
 pub use nodes::NodeRow;
 pub use pools::{InPool, PoolRow};
 pub use snapshots::SnapshotRow;

@@ -7,7 +7,7 @@ use infra_api::{MovePhase, PoolName, VolumeId};
 use uuid::Uuid;
 
 use super::db::{self, OptionalExtension, Row, params};
-use super::{Result, Tx, from_word, parse};
+use super::{CatalogError, Result, Tx, from_word, parse};
 
 pub(super) const MOVES: &str = "
 CREATE TABLE moves (
@@ -55,6 +55,46 @@ CREATE TRIGGER record_due_after_move AFTER DELETE ON moves
 BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.volume; END;
 ";
 
+pub(super) const MOVE_NOTES: &str = "
+-- What is durably known about the other file, beyond the phase.
+ALTER TABLE moves ADD COLUMN note TEXT CHECK (note IN ('pivot-asked', 'abort-asked', 'used'));
+-- The file that an operator chose where it could not be known which one the VM had used.
+ALTER TABLE moves ADD COLUMN chosen TEXT CHECK (chosen IN ('old', 'new'));
+";
+
+/// What is durably known about the new file of a move. Written before the effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MoveNote {
+    /// This server asked the VM to change to it.
+    PivotAsked,
+    /// This server asked to end the copy into it.
+    AbortAsked,
+    /// A VM had it open as its disk: it has everything that the old file has.
+    Used,
+}
+
+/// One of the two files of a move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The one from which the volume is moved.
+    Old,
+    /// The one to which it is moved.
+    New,
+}
+
+const NOTES: [(MoveNote, &str); 3] =
+    [(MoveNote::PivotAsked, "pivot-asked"), (MoveNote::AbortAsked, "abort-asked"), (MoveNote::Used, "used")];
+const SIDES: [(Side, &str); 2] = [(Side::Old, "old"), (Side::New, "new")];
+
+fn word<T: PartialEq>(words: &[(T, &'static str)], value: &T) -> Option<&'static str> {
+    words.iter().find(|(one, _)| one == value).map(|(_, word)| *word)
+}
+
+fn value<T: Copy>(column: &str, words: &[(T, &str)], text: &str) -> Result<T> {
+    let found = words.iter().find(|(_, word)| *word == text).map(|(one, _)| *one);
+    found.ok_or_else(|| CatalogError::Corrupt(format!("{column} {text:?} is unknown")))
+}
+
 /// A move that is not complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MoveRow {
@@ -72,18 +112,24 @@ pub struct MoveRow {
     pub cancelled: bool,
     /// The node that is paused for the switch.
     pub paused: Option<Uuid>,
+    /// What is known about the new file.
+    pub note: Option<MoveNote>,
+    /// The file that an operator chose.
+    pub chosen: Option<Side>,
     /// What it waits for.
     pub message: Option<String>,
     /// Since when, RFC 3339.
     pub started_at: String,
 }
 
-const COLUMNS: &str = "volume, pool, phase, reserved, rate, cancelled, paused, message, started_at";
+const COLUMNS: &str =
+    "volume, pool, phase, reserved, rate, cancelled, paused, message, started_at, note, chosen";
 
 fn read(row: &Row<'_>) -> db::Result<Result<MoveRow>> {
     let (volume, pool, phase): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (reserved, rate, cancelled) = (row.get(3)?, row.get(4)?, row.get(5)?);
     let (paused, message, started_at): (Option<String>, _, _) = (row.get(6)?, row.get(7)?, row.get(8)?);
+    let (note, chosen): (Option<String>, Option<String>) = (row.get(9)?, row.get(10)?);
     Ok((|| {
         Ok(MoveRow {
             volume: parse("moves.volume", &volume)?,
@@ -93,6 +139,8 @@ fn read(row: &Row<'_>) -> db::Result<Result<MoveRow>> {
             rate,
             cancelled,
             paused: paused.map(|uuid| parse("moves.paused", &uuid)).transpose()?,
+            note: note.map(|text| value("moves.note", &NOTES, &text)).transpose()?,
+            chosen: chosen.map(|text| value("moves.chosen", &SIDES, &text)).transpose()?,
             message,
             started_at,
         })
@@ -127,7 +175,7 @@ impl Tx<'_> {
     pub fn insert_move(&self, row: &MoveRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO moves ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)"
+                "INSERT INTO moves ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)"
             ))?
             .execute(params![
                 row.volume.as_str(),
@@ -139,6 +187,8 @@ impl Tx<'_> {
                 row.paused.map(|node| node.to_string()),
                 row.message,
                 row.started_at,
+                row.note.and_then(|note| word(&NOTES, &note)),
+                row.chosen.and_then(|side| word(&SIDES, &side)),
             ])?;
         Ok(())
     }
@@ -149,6 +199,38 @@ impl Tx<'_> {
             .prepare_cached("UPDATE moves SET phase = ?2, message = NULL WHERE volume = ?1")?
             .execute(params![volume.as_str(), phase.as_str()])?;
         Ok(())
+    }
+
+    /// Sets what is known about the new file of a move.
+    pub fn set_move_note(&self, volume: &VolumeId, note: MoveNote) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE moves SET note = ?2 WHERE volume = ?1")?
+            .execute(params![volume.as_str(), word(&NOTES, &note)])?;
+        Ok(())
+    }
+
+    /// Sets the file that an operator chose.
+    pub fn set_move_choice(&self, volume: &VolumeId, side: Side) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE moves SET chosen = ?2 WHERE volume = ?1")?
+            .execute(params![volume.as_str(), word(&SIDES, &side)])?;
+        Ok(())
+    }
+
+    /// Lets a move begin again, whose new file was no VM's source.
+    pub fn settle_move(&self, volume: &VolumeId) -> Result<()> {
+        self.0
+            .prepare_cached(
+                "UPDATE moves SET phase = 'waiting', note = NULL, chosen = NULL, message = NULL WHERE volume = ?1",
+            )?
+            .execute([volume.as_str()])?;
+        Ok(())
+    }
+
+    /// Whether a node may be paused for a move.
+    pub fn is_paused_for_move(&self, node: Uuid) -> Result<bool> {
+        let mut found = self.0.prepare_cached("SELECT 1 FROM moves WHERE paused = ?1")?;
+        Ok(found.exists([node.to_string().as_str()])?)
     }
 
     /// Sets what a move waits for. False if that was known.
@@ -196,7 +278,7 @@ impl Tx<'_> {
             .execute(params![row.volume.as_str(), row.pool.as_str()])?;
         self.0
             .prepare_cached(
-                "UPDATE moves SET pool = ?2, phase = 'removing', cancelled = FALSE, message = NULL WHERE volume = ?1",
+                "UPDATE moves SET pool = ?2, phase = 'removing', cancelled = FALSE, note = NULL, message = NULL WHERE volume = ?1",
             )?
             .execute(params![row.volume.as_str(), from.as_str()])?;
         Ok(())

@@ -5,7 +5,7 @@ use rusqlite::Connection;
 use super::CatalogError;
 use super::altered::ALTERED_DISKS;
 use super::budgets::ACCOUNTS;
-use super::moves::MOVES;
+use super::moves::{MOVE_NOTES, MOVES};
 use super::suspensions::SUSPENSIONS;
 use super::transfers::TRANSFERS;
 
@@ -27,6 +27,8 @@ const MIGRATIONS: &[&str] = &[
     POOL_HOSTS,
     ALTERED_DISKS,
     POOL_GENERATIONS,
+    MOVE_NOTES,
+    SERVED_TIME,
 ];
 
 const FIRST: &str = "
@@ -297,6 +299,19 @@ BEGIN
     UPDATE revision SET number = number + 1;
     UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = OLD.volume;
 END;
+";
+
+const SERVED_TIME: &str = "
+-- Seconds that servers have served this catalog. Ages are told by it: it neither jumps with the wall clock nor goes on without a
+-- server.
+CREATE TABLE served_time (
+    id       INTEGER PRIMARY KEY CHECK (id = 0),
+    seconds  INTEGER NOT NULL
+) STRICT;
+INSERT INTO served_time VALUES (0, 0);
+-- From now on in this time. The ids that are remembered are remembered for the whole time once more.
+UPDATE ended_attachments SET ended_at = 0;
+UPDATE refused_attachments SET ended_at = 0;
 ";
 
 /// The schema version of a catalog. Fails if it is newer than this program.

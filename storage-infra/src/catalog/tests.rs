@@ -160,8 +160,9 @@ async fn raise_revision(backend: &Backend) {
     }
     let id = AttachmentId::new("one").unwrap();
     let refuse = move |tx: &Tx<'_>| {
-        tx.refuse_attachment(&id, 1)?;
+        tx.refuse_attachment(&id)?;
         assert!(tx.is_attachment_ended_or_refused(&id)? && !tx.is_attachment_ended(&id)?);
+        tx.add_served_time(3)?;
         tx.forget_ended_attachments(2)?;
         assert!(!tx.is_attachment_ended_or_refused(&id)?);
         Ok(())

@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use super::db::{self, OptionalExtension, Row, params};
 use super::{Result, Tx, from_json, from_word, parse, to_json};
+use crate::engine::Expected;
 use crate::engine::Object;
 
 /// Where the content of a volume came from. It decides how an interrupted creation is completed.
@@ -198,13 +199,17 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// The volumes of a pool whose bytes must exist, with the UUIDs of their disks and their sizes.
-    pub fn files_of_pool(&self, pool: &PoolName) -> Result<Vec<(VolumeId, Uuid, u64)>> {
-        let sql = "SELECT id, disk_uuid, capacity FROM volumes WHERE pool = ?1 AND state = 'ready'";
-        let read = |row: &Row<'_>| Ok((row.get::<String>(0)?, row.get::<String>(1)?, row.get(2)?));
+    /// The volumes of a pool whose bytes must exist, with what their files must be.
+    pub fn files_of_pool(&self, pool: &PoolName) -> Result<Vec<(VolumeId, Expected)>> {
+        let sql =
+            "SELECT id, disk_uuid, capacity, record_due FROM volumes WHERE pool = ?1 AND state = 'ready'";
+        let read = |row: &Row<'_>| {
+            Ok((row.get::<String>(0)?, row.get::<String>(1)?, row.get(2)?, row.get::<bool>(3)?))
+        };
         let rows = self.0.prepare_cached(sql)?.query_map([pool.as_str()], read)?;
-        let parsed = |(id, uuid, size): (String, String, u64)| {
-            Ok((parse("volumes.id", &id)?, parse("volumes.disk_uuid", &uuid)?, size))
+        let parsed = |(id, uuid, bytes, due): (String, String, u64, bool)| {
+            let identity = parse("volumes.disk_uuid", &uuid)?;
+            Ok((parse("volumes.id", &id)?, Expected { identity, bytes, recorded: !due }))
         };
         rows.map(|row| parsed(row?)).collect()
     }

@@ -38,8 +38,9 @@ use super::{
     PoolFacts, Record, Result, Revisions, image_lock,
 };
 
+pub(in crate::engine) use ops::io_error;
+pub(crate) use ops::next_data;
 use ops::{copy_sparse, exists, extend, unlink};
-pub(in crate::engine) use ops::{io_error, next_data};
 
 pub(in crate::engine) use record_xattr::has_record;
 pub(super) use scan::scan_pool;

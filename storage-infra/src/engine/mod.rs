@@ -250,6 +250,8 @@ pub struct Expected {
     pub identity: Uuid,
     /// Its size; the file is never shorter.
     pub bytes: u64,
+    /// Whether it has a record. Files of earlier versions get theirs when the server starts.
+    pub recorded: bool,
 }
 
 /// Storage of one pool. No method has a default implementation, because the fail point wrapper has to forward every

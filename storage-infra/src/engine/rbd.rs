@@ -35,6 +35,7 @@ use super::{
     PoolFacts, Record, Result, Revisions,
 };
 use crate::audit;
+use crate::clock::Clock;
 use crate::fail_points::requested;
 use crate::hypervisor::{DiskLocation, DiskSource, RbdImage, RbdSource};
 use crate::lease::Lease;
@@ -70,14 +71,16 @@ pub struct RbdEngine {
 
 impl RbdEngine {
     /// The pool with this UUID at this location. Does no I/O.
-    pub fn new(location: RbdLocation, uuid: Uuid) -> Self {
+    pub fn new(location: RbdLocation, uuid: Uuid, clock: Clock) -> Self {
         let (checked, report, cloning) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { ceph: Ceph::new(location, Lease::unlimited()), uuid, checked, report, cloning, epoch: None }
+        let ceph = Ceph::new(location, Lease::unlimited(), clock);
+        Self { ceph, uuid, checked, report, cloning, epoch: None }
     }
 
     /// The same, for a server with this lease, and with this epoch if there may be several.
     pub fn under(self, lease: Lease, epoch: Option<i64>) -> Self {
-        Self { ceph: Ceph::new(self.ceph.location, lease), epoch, ..self }
+        let Ceph { location, clock, .. } = self.ceph;
+        Self { ceph: Ceph::new(location, lease, clock), epoch, ..self }
     }
 
     fn image(&self, object: &Object) -> RbdImage {

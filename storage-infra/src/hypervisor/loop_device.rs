@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::sync::Mutex;
 use uuid::Uuid;
 
 use super::backing::{Backing, set_up};
@@ -47,7 +48,7 @@ struct Own {
 }
 
 /// How often a free device is looked for, before an attach fails.
-const SET_UP_ATTEMPTS: u32 = 3;
+const SET_UP_ATTEMPTS: u32 = 10;
 
 /// Name prefix of links that are not complete.
 const INCOMPLETE_PREFIX: &str = ".new-";
@@ -59,6 +60,8 @@ pub struct LoopDevices {
     host: Option<ThisHost>,
     /// Of the server that attaches and detaches.
     lease: Lease,
+    /// Held while a free device is looked for and set up.
+    setting_up: Mutex<()>,
 }
 
 /// Power state of a virtual machine, from its state file.
@@ -82,7 +85,7 @@ fn no_copies(disk: &Disk) -> HypervisorError {
 impl LoopDevices {
     /// Plays every virtual machine, with links named `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), host: None, lease: Lease::unlimited() }
+        Self { root: root.into(), host: None, lease: Lease::unlimited(), setting_up: Mutex::default() }
     }
 
     /// The same, for a server with this lease.
@@ -93,7 +96,12 @@ impl LoopDevices {
     /// This host as a node, with links of the same names. Its UUID is in the root directory.
     pub fn of_this_host(root: impl Into<PathBuf>) -> io::Result<Self> {
         let root = root.into();
-        Ok(Self { host: Some(ThisHost::of(&root)?), root, lease: Lease::unlimited() })
+        Ok(Self {
+            host: Some(ThisHost::of(&root)?),
+            root,
+            lease: Lease::unlimited(),
+            setting_up: Mutex::default(),
+        })
     }
 
     fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
@@ -221,13 +229,26 @@ impl LoopDevices {
         fail_point::effect(|| Some("hypervisor.link".into()), HypervisorError::Uncertain, rename)
     }
 
+    /// The device to set up, which an incomplete link names. If one does so already, a `losetup` of a server that crashed may
+    /// still be about to set that device up.
+    async fn free_device(&self, node: Uuid, disk: Uuid) -> Result<PathBuf> {
+        if let Some(pending) = self.pending(node, disk)
+            && devices().await?.iter().all(|device| device.name != pending)
+        {
+            return Ok(pending);
+        }
+        let free = losetup(None, &["--find".as_ref()]).await?;
+        let free = PathBuf::from(free.trim());
+        self.set_pending(node, disk, &free)?;
+        Ok(free)
+    }
+
     /// Sets up a free device. Another program may take the same one: then it tries the next.
     async fn set_up(&self, node: Uuid, disk: &Disk, path: &Path) -> Result<PathBuf> {
+        let _one_at_a_time = self.setting_up.lock().await;
         let mut attempt = 1;
         loop {
-            let free = losetup(None, &["--find".as_ref()]).await?;
-            let free = PathBuf::from(free.trim());
-            self.set_pending(node, disk.uuid, &free)?;
+            let free = self.free_device(node, disk.uuid).await?;
             self.lease.check()?;
             let Err(error) = set_up(&free, disk, path).await else { return Ok(free) };
             // It may have made the device before the error.
@@ -477,7 +498,7 @@ impl Hypervisor for LoopDevices {
     async fn mirrored(&self, node: Uuid, disk: &Disk) -> Result<MirroredDisk> {
         let power = self.facts(node)?.power;
         let source = self.attached_device(node, disk).await?.map(|_| disk.source.location());
-        Ok(MirroredDisk { power, source, mirror: None })
+        Ok(MirroredDisk { power, paused: None, source, mirror: None })
     }
 
     async fn start_mirror(&self, _: Uuid, disk: &Disk, _: &DiskSource, _: Option<u64>) -> Result<()> {

@@ -185,13 +185,37 @@ pub enum DetachOutcome {
     StillAttached(String),
 }
 
+/// How far a copy is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MirrorState {
+    /// Data is being copied.
+    Copying,
+    /// All data was copied, so that the virtual machine can change to the other file.
+    Ready,
+    /// The virtual machine is changing to the other file.
+    Pivoting,
+    /// It is being ended.
+    Aborting,
+}
+
+/// Why the CPUs of a virtual machine stand still.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PauseReason {
+    /// Somebody asked for it.
+    Request,
+    /// A disk failed, for example because its pool is full.
+    IoError,
+    /// Another reason, such as a migration or a snapshot.
+    Other,
+}
+
 /// Copy of an attached disk into another file while the virtual machine writes: writes reach both from then on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mirror {
     /// The other file.
     pub to: DiskLocation,
-    /// Whether all data was copied, so that the virtual machine can change to the other file.
-    pub ready: bool,
+    /// How far it is.
+    pub state: MirrorState,
     /// Bytes copied so far, and bytes to copy in all, if the hypervisor reports them.
     pub progress: Option<(u64, u64)>,
 }
@@ -201,6 +225,8 @@ pub struct Mirror {
 pub struct MirroredDisk {
     /// Power state of the virtual machine.
     pub power: Power,
+    /// Why its CPUs stand still, if they do.
+    pub paused: Option<PauseReason>,
     /// What the disk has open; `None` if the virtual machine does not have the disk.
     pub source: Option<DiskLocation>,
     /// The copy.

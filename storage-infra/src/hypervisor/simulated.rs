@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, BlockJob, Changed, DetachOutcome, Disk, Hypervisor, HypervisorError, Mirror, MirroredDisk,
-    NodeFacts, PausedVm, Power, Presence, Result, wwn,
+    AttachedDisk, BlockJob, Changed, DetachOutcome, Disk, Hypervisor, HypervisorError, Mirror, MirrorState,
+    MirroredDisk, NodeFacts, PausedVm, Power, Presence, Result, wwn,
 };
 use crate::hypervisor::{DiskLocation, DiskSource};
 
@@ -275,9 +275,12 @@ impl Hypervisor for Simulated {
         let power = self.state(node).await?;
         let record = if self.has(node, disk) { Some(self.record(node, disk)?) } else { None };
         let (source, mirror) = record.map(|one| (one.path, one.mirror)).unzip();
-        let mirror =
-            mirror.flatten().map(|to| Mirror { to: DiskLocation::File(to), ready: true, progress: None });
-        Ok(MirroredDisk { power, source: source.map(DiskLocation::File), mirror })
+        let mirror = mirror.flatten().map(|to| Mirror {
+            to: DiskLocation::File(to),
+            state: MirrorState::Ready,
+            progress: None,
+        });
+        Ok(MirroredDisk { power, paused: None, source: source.map(DiskLocation::File), mirror })
     }
 
     async fn start_mirror(&self, node: Uuid, disk: &Disk, to: &DiskSource, _: Option<u64>) -> Result<()> {
@@ -367,8 +370,8 @@ mod tests {
         hypervisor.start_mirror(node, &disk, &other, None).await.unwrap();
         let mirrored = hypervisor.mirrored(node, &disk).await.unwrap();
         assert_eq!(
-            (mirrored.source, mirrored.mirror.map(|one| one.ready)),
-            (Some(source.location()), Some(true))
+            (mirrored.source, mirrored.mirror.map(|one| one.state)),
+            (Some(source.location()), Some(MirrorState::Ready))
         );
         assert_eq!(fs::read(&to).unwrap(), b"data");
         hypervisor.cancel_mirror(node, &disk).await.unwrap();

@@ -24,6 +24,7 @@ pub struct MoveMetrics {
     running: Family<PhaseLabels, Gauge>,
     left: Gauge,
     delayed: Gauge,
+    undecided: Gauge,
     failures: Counter,
     completed: Counter,
 }
@@ -35,12 +36,14 @@ impl MoveMetrics {
         registry.register_with_unit("moves_left", help, Unit::Bytes, self.left.clone());
         let help = "Moves that wait for what their message says";
         registry.register("moves_delayed", help, self.delayed.clone());
+        let help = "Moves that wait until an operator chooses between their two files";
+        registry.register("moves_undecided", help, self.undecided.clone());
         let help = "Attempts to go on with a move that failed for a new reason";
         registry.register("move_failures", help, self.failures.clone());
         registry.register("moves_completed", "Moves that were completed", self.completed.clone());
     }
 
-    pub(super) fn set(&self, rows: &[MoveRow], copied: impl Fn(&VolumeId) -> Option<u64>) {
+    pub(super) fn set(&self, rows: &[MoveRow], copied: impl Fn(&VolumeId) -> Option<u64>, undecided: usize) {
         for phase in PHASES {
             let count = rows.iter().filter(|row| row.phase == phase).count();
             self.running.get_or_create(&PhaseLabels { phase: phase.as_str() }).set(count as i64);
@@ -48,6 +51,7 @@ impl MoveMetrics {
         let to_copy = rows.iter().filter(|row| row.phase != MovePhase::Removing);
         let left = to_copy.map(|row| row.reserved.saturating_sub(copied(&row.volume).unwrap_or(0)));
         self.left.set(left.sum::<u64>().cast_signed());
+        self.undecided.set(undecided as i64);
         self.delayed.set(rows.iter().filter(|row| row.message.is_some()).count() as i64);
     }
 

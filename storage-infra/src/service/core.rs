@@ -13,6 +13,7 @@ use tokio_util::task::TaskTracker;
 use super::problems::{Failure, Result};
 use crate::audit;
 use crate::catalog::Catalog;
+use crate::clock::Clock;
 use crate::metrics::Metrics;
 use crate::placement::Hosts;
 
@@ -36,6 +37,7 @@ pub(super) type Guard = KeyGuard<LockKey>;
 /// What every component needs.
 pub(super) struct Core {
     catalog: Catalog,
+    clock: Clock,
     locks: KeyedLock<LockKey>,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
@@ -48,6 +50,7 @@ impl Core {
     pub(super) fn new(catalog: Catalog, metrics: Metrics) -> Self {
         Self {
             catalog,
+            clock: Clock::default(),
             locks: KeyedLock::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
@@ -55,6 +58,11 @@ impl Core {
             moves: Notify::new(),
             hosts: Hosts::default(),
         }
+    }
+
+    /// With this clock.
+    pub(super) fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
     }
 
     /// With these configured hosts.
@@ -69,6 +77,10 @@ impl Core {
 
     pub(super) fn catalog(&self) -> &Catalog {
         &self.catalog
+    }
+
+    pub(super) fn clock(&self) -> &Clock {
+        &self.clock
     }
 
     pub(super) fn metrics(&self) -> &Metrics {
@@ -150,15 +162,4 @@ impl Core {
         }
         tokio::time::timeout_at(deadline, operation).await.ok()
     }
-}
-
-/// Current time, RFC 3339 in UTC, in whole seconds.
-pub(super) fn now() -> String {
-    let now = jiff::Timestamp::now();
-    jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
-}
-
-/// Current time in seconds since 1970.
-pub(super) fn seconds() -> i64 {
-    jiff::Timestamp::now().as_second()
 }

@@ -9,9 +9,9 @@ use infra_api::{ObjectKind, Problem, ProblemCode};
 use tokio::sync::{Mutex, Notify};
 use tokio_util::sync::CancellationToken;
 
-use super::core::now;
 use super::problems::Result;
 use super::ticker::Ticker;
+use crate::clock::now;
 use crate::fail_points;
 use crate::hypervisor::{AttachedDisk, Changed, Hypervisor};
 use crate::lease::Lease;

@@ -1,12 +1,11 @@
 //! Lookups in the catalog that fail with a problem if an object does not exist or is not ready.
 
 use infra_api::{
-    EngineKind, MovePhase, NodeRef, ObjectKind, PoolName, Problem, ProblemCode, SnapshotId, VolumeId,
-    VolumeState,
+    EngineKind, NodeRef, ObjectKind, PoolName, Problem, ProblemCode, SnapshotId, VolumeId, VolumeState,
 };
 
 use super::problems::{Failure, Result};
-use crate::catalog::{AttachmentRow, MoveRow, PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::RbdLocation;
 use crate::hypervisor::DiskLocation;
 use crate::scope::Scope;
@@ -61,18 +60,6 @@ pub(super) fn refuse_held(tx: &Tx<'_>, id: &VolumeId, reads_only: bool) -> Resul
             let detail = format!("the volume {id} {hold}");
             let code = hold.code(if reads_only { ProblemCode::Unavailable } else { ProblemCode::InUse });
             Err(Problem::new(code, detail).about(ObjectKind::Volume, id).into())
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Fails while a VM may change to the other file of a move: until that is known, its disk is neither attached nor detached.
-pub(super) fn refuse_switching(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
-    match tx.volume_move(id)? {
-        Some(MoveRow { phase: MovePhase::Switching, pool, message, .. }) => {
-            let why = message.unwrap_or_else(|| "retry".to_owned());
-            let detail = format!("the VM of volume {id} is changing to its file in the pool {pool}: {why}");
-            Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())
         }
         _ => Ok(()),
     }

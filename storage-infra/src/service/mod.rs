@@ -62,6 +62,7 @@ use tokio::sync::broadcast;
 
 use self::core::Core;
 use crate::catalog::Catalog;
+use crate::clock::Clock;
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
 use crate::placement::Hosts;
@@ -125,13 +126,14 @@ impl Service {
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         hosts: Hosts,
+        clock: Clock,
         metrics: Metrics,
         file_dirs: Vec<PathBuf>,
     ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
         let engines = Engines::new(catalog.data_dir(), catalog.lease().clone()).of_epoch(catalog.epoch());
-        let engines = Arc::new(engines);
-        let core = Arc::new(Core::new(catalog, metrics).with_hosts(hosts));
+        let engines = Arc::new(engines.with_clock(clock.clone()));
+        let core = Arc::new(Core::new(catalog, metrics).with_clock(clock).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions.clone()));
@@ -173,16 +175,28 @@ impl Service {
             conditions.clone(),
             comparison.clone(),
         ));
+        let moves = Arc::new(Moves::new(moves::Uses {
+            core: core.clone(),
+            engines: engines.clone(),
+            hypervisors: hypervisors.clone(),
+            capacity: capacity.clone(),
+            records: records.clone(),
+            files: files.clone(),
+            copies: copies.clone(),
+            disks: disks.clone(),
+            unexpected_disks: unexpected_disks.clone(),
+        }));
         let retries = Arc::new(Retries::default());
-        let attachments = Arc::new(Attachments::new(
-            core.clone(),
-            disks.clone(),
-            power.clone(),
-            records.clone(),
-            conditions.clone(),
-            unexpected_disks.clone(),
-            retries.clone(),
-        ));
+        let attachments = Arc::new(Attachments::new(attachments::Uses {
+            core: core.clone(),
+            disks: disks.clone(),
+            power: power.clone(),
+            records: records.clone(),
+            conditions: conditions.clone(),
+            unexpected_disks: unexpected_disks.clone(),
+            moves: moves.clone(),
+            retries: retries.clone(),
+        }));
         let fencing = Arc::new(Fencing::new(
             core.clone(),
             hypervisors.clone(),
@@ -232,17 +246,6 @@ impl Service {
             copies.clone(),
         ));
         let suspensions = Arc::new(Suspensions::new(core.clone(), hypervisors.clone()));
-        let moves = Arc::new(Moves::new(moves::Uses {
-            core: core.clone(),
-            engines: engines.clone(),
-            hypervisors: hypervisors.clone(),
-            capacity: capacity.clone(),
-            records: records.clone(),
-            files,
-            copies: copies.clone(),
-            disks: disks.clone(),
-            unexpected_disks: unexpected_disks.clone(),
-        }));
         let unfinished = Arc::new(Unfinished::new(
             core.clone(),
             volumes.clone(),

@@ -13,11 +13,12 @@ use infra_api::{
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::core::{Core, now};
+use super::core::Core;
 use super::hypervisors::Hypervisors;
 use super::lookups::{pool, refuse_attached, refuse_held, volume_in};
 use super::problems::{Failure, Result};
 use crate::catalog::{AttachmentRow, NodeRow, Suspended, Tx};
+use crate::clock::now;
 use crate::hypervisor::{Power, wwn};
 use crate::scope::Scope;
 
@@ -56,6 +57,8 @@ struct Concerned {
     nodes: Vec<NodeRow>,
     /// Nodes that this server paused.
     paused: HashSet<Uuid>,
+    /// Nodes that may be paused for a move, which lets them run.
+    moving: HashSet<Uuid>,
     /// WWNs of suspended disks.
     disks: HashSet<String>,
 }
@@ -73,7 +76,8 @@ impl Concerned {
         all.dedup();
         let rows = all.into_iter().map(|uuid| tx.node(uuid)).collect::<std::result::Result<Vec<_>, _>>()?;
         let nodes = rows.into_iter().flatten().filter(|row| row.spec.hypervisor == hypervisor).collect();
-        Ok(Self { nodes, paused, disks: suspended.iter().map(|(_, disk)| wwn(*disk)).collect() })
+        let moving = tx.moves()?.into_iter().filter_map(|row| row.paused).collect();
+        Ok(Self { nodes, paused, moving, disks: suspended.iter().map(|(_, disk)| wwn(*disk)).collect() })
     }
 }
 
@@ -171,6 +175,9 @@ impl Suspensions {
         for row in &concerned.nodes {
             let Some(power) = power.get(&row.uuid) else { continue };
             let action = decide(holders.contains(&row.uuid), concerned.paused.contains(&row.uuid), *power);
+            if action == Action::Resume && concerned.moving.contains(&row.uuid) {
+                continue;
+            }
             self.carry_out(action, row).await?;
         }
         Ok(())

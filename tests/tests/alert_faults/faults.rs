@@ -9,7 +9,7 @@ use futures::future::{BoxFuture, FutureExt, join_all};
 use tests::prometheus::Prometheus;
 use tests::{PATIENCE, eventually};
 
-use super::{credentials, drift, leaders, links, node, pools, programs, storage};
+use super::{credentials, drift, leaders, links, moves, node, pools, programs, storage};
 use crate::alerts::site::Site;
 
 /// An alert about a program: name, and job of the program.
@@ -106,6 +106,11 @@ pub(crate) const QUICK: [Group; 3] = [
             name: "libvirt stops",
             alerts: &[("NestorHypervisorUnreachable", INFRA), ("NestorStorageInfraErrors", INFRA)],
             run: |site, alerts| storage::loses_a_hypervisor(site, alerts).boxed(),
+        },
+        Fault {
+            name: "a VM ends after its move was finished by hand",
+            alerts: &[("NestorMoveUndecided", INFRA), ("NestorMoveWaits", INFRA)],
+            run: |site, alerts| moves::are_undecided(site, alerts).boxed(),
         },
         Fault {
             name: "a lost VM is powered off",

@@ -12,8 +12,8 @@ use crate::account::Account;
 use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
 use crate::model::{
     Attachment, AttachmentSpec, Budget, BudgetSpec, Capacity, CapacityQuery, Drain, DrainSpec, Health, Host,
-    List, MoveSpec, Node, NodeSpec, Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec, SuspensionSpec,
-    Volume, VolumeSize, VolumeSpec,
+    List, MoveChoice, MoveSpec, Node, NodeSpec, Owner, Pool, PoolSpec, Qos, Snapshot, SnapshotSpec,
+    SuspensionSpec, Volume, VolumeSize, VolumeSpec,
 };
 use crate::problem::ObjectKind;
 
@@ -111,6 +111,11 @@ impl Client {
     /// Cancels the move of a volume. Succeeds if there is none.
     pub async fn cancel_move(&self, id: &VolumeId) -> Result<()> {
         self.delete(&format!("/v1/volumes/{id}/move")).await
+    }
+
+    /// Chooses the file of a volume whose move cannot know it.
+    pub async fn choose_file(&self, id: &VolumeId, choice: &MoveChoice) -> Result<Volume> {
+        self.put(&format!("/v1/volumes/{id}/move/choice"), choice).await
     }
 
     /// Cordons a pool and starts the moves of its volumes to other pools, as far as possible.

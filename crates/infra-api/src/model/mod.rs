@@ -26,7 +26,7 @@ pub use health::{Health, HypervisorHealth};
 pub use hosts::{Host, PoolHosts};
 pub use labels::Labels;
 pub use list::List;
-pub use moves::{Drain, DrainSpec, Move, MovePhase, MoveSpec, Undrained};
+pub use moves::{Drain, DrainSpec, Move, MoveChoice, MovePhase, MoveSpec, Undrained};
 pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
 pub use pools::{CephPool, EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};

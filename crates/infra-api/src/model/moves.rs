@@ -19,6 +19,14 @@ pub struct MoveSpec {
     pub bytes_per_second: Option<u64>,
 }
 
+/// The body of `PUT /v1/volumes/{id}/move/choice`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct MoveChoice {
+    /// The pool whose file is the volume's.
+    pub pool: PoolName,
+}
+
 /// The body of `PUT /v1/pools/{name}/drain`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -40,7 +48,7 @@ pub enum MovePhase {
     Copying,
     /// The hypervisor copies the attached disk while the virtual machine writes. The pool of the volume has its data.
     Mirroring,
-    /// The virtual machine is paused and changes to the new file.
+    /// The virtual machine is paused and changes to the new file; or it is not known yet which file it used last.
     Switching,
     /// The volume is in its new pool, and the old file is being removed.
     Removing,

@@ -8,7 +8,7 @@ use crate::process::{command, run};
 use crate::ui::Ui;
 
 /// Package names, and what each is needed for.
-const PACKAGES: [(&str, &str); 20] = [
+const PACKAGES: [(&str, &str); 21] = [
     ("libvirt-daemon", "runs the virtual machines"),
     ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
     ("libvirt-clients", "virsh, which storage-infra uses to set disk limits"),
@@ -24,6 +24,7 @@ const PACKAGES: [(&str, &str); 20] = [
     ("xfsprogs", "storage pools"),
     ("btrfs-progs", "a filesystem type of volumes"),
     ("util-linux", "losetup, fsfreeze, unshare, setsid"),
+    ("libfaketime", "a wall clock that jumps, in tests of storage-infra"),
     ("postgresql", "the catalog of several storage-infra servers"),
     ("iproute2", "network of the virtual machines"),
     ("kmod", "module dependencies"),

@@ -13,7 +13,7 @@ use crate::catalog::{self, CatalogError, DATABASE_SUFFIXES, Result, beside, sche
 use crate::lease::NotActive;
 
 /// All tables, in an order in which each refers to earlier ones only.
-const TABLES: [&str; 21] = [
+const TABLES: [&str; 22] = [
     "pools",
     "volumes",
     "nodes",
@@ -35,6 +35,7 @@ const TABLES: [&str; 21] = [
     "paused_nodes",
     "moves",
     "altered_disks",
+    "served_time",
 ];
 
 /// All tables, in an order in which each refers to earlier ones only.
@@ -130,7 +131,7 @@ fn copy_all(sqlite: &Connection, lead: &Lead) -> Result<Vec<Imported>> {
         )));
     }
     tables().try_for_each(|table| session.run(&format!("ALTER TABLE {table} DISABLE TRIGGER USER")))?;
-    session.run("DELETE FROM revision")?;
+    session.run("DELETE FROM revision; DELETE FROM served_time")?;
     let imported = tables().map(|table| copy(from, to, &session, table)).collect::<Result<_>>()?;
     tables().try_for_each(|table| session.run(&format!("ALTER TABLE {table} ENABLE TRIGGER USER")))?;
     session.run("COMMIT")?;

@@ -10,8 +10,27 @@ use crate::catalog::{CatalogError, Result};
 pub(in crate::catalog) const FIRST_VERSION: usize = 14;
 const FIRST: &str = include_str!("schema.sql");
 /// Migrations from there. The SQL of released entries is never changed.
-pub(in crate::catalog) const MIGRATIONS: &[&str] =
-    &[ALTERED_DISKS_POSTGRES, "ALTER TABLE pools ADD COLUMN generation BIGINT NOT NULL DEFAULT 0"];
+pub(in crate::catalog) const MIGRATIONS: &[&str] = &[
+    ALTERED_DISKS_POSTGRES,
+    "ALTER TABLE pools ADD COLUMN generation BIGINT NOT NULL DEFAULT 0",
+    MOVE_NOTES,
+    SERVED_TIME,
+];
+
+const MOVE_NOTES: &str = r#"
+ALTER TABLE moves ADD COLUMN note TEXT COLLATE "C" CHECK (note IN ('pivot-asked', 'abort-asked', 'used'));
+ALTER TABLE moves ADD COLUMN chosen TEXT COLLATE "C" CHECK (chosen IN ('old', 'new'));
+"#;
+
+const SERVED_TIME: &str = "
+CREATE TABLE served_time (
+    id       BIGINT PRIMARY KEY CHECK (id = 0),
+    seconds  BIGINT NOT NULL
+);
+INSERT INTO served_time VALUES (0, 0);
+UPDATE ended_attachments SET ended_at = 0;
+UPDATE refused_attachments SET ended_at = 0;
+";
 
 /// Version of the schema in a database; `None` if it has no tables.
 pub(in crate::catalog) fn version(session: &Session) -> Result<Option<usize>> {

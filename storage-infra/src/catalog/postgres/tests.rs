@@ -25,7 +25,7 @@ fn open(dir: &Path, lead: &Arc<Lead>) -> Result<Catalog> {
 
 async fn end(catalog: &Catalog, text: &str) -> Result<()> {
     let id = id(text);
-    catalog.run(move |tx| tx.end_attachment(&id, 1)).await
+    catalog.run(move |tx| tx.end_attachment(&id)).await
 }
 
 async fn is_ended(catalog: &Catalog, text: &str) -> Result<bool> {
@@ -99,7 +99,7 @@ async fn a_transaction_that_its_server_leaves_open_does_not_keep_others_from_the
             let work = move |tx: &Tx<'_>| {
                 arrive.send(()).unwrap();
                 wait.recv().unwrap();
-                tx.end_attachment(&id("late"), 1)
+                tx.end_attachment(&id("late"))
             };
             catalog.run::<_, CatalogError, _>(work).await
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use infra_api::{Client, Drain, DrainSpec, Move, MoveSpec, PoolName, Volume, VolumeId};
+use infra_api::{Client, Drain, DrainSpec, Move, MoveChoice, MoveSpec, PoolName, Volume, VolumeId};
 
 use super::ClientArgs;
 use crate::cli::{output, size};
@@ -35,8 +35,11 @@ pub(in crate::cli) struct MoveArgs {
     /// ID of the volume.
     id: VolumeId,
     /// The pool that gets the volume.
-    #[arg(long, value_name = "POOL", required_unless_present = "cancel", conflicts_with = "cancel")]
+    #[arg(long, value_name = "POOL", required_unless_present_any = ["cancel", "choose"], conflicts_with_all = ["cancel", "choose"])]
     to: Option<PoolName>,
+    /// The pool whose file is the volume's, where the move asks for that. The other file is kept under another name.
+    #[arg(long, value_name = "POOL", conflicts_with_all = ["cancel", "rate"])]
+    choose: Option<PoolName>,
     #[command(flatten)]
     copy: CopyArgs,
     #[command(flatten)]
@@ -86,8 +89,13 @@ async fn end(server: &Client, id: &VolumeId) -> anyhow::Result<Volume> {
 
 /// Moves a volume, or cancels that.
 pub(super) async fn move_volume(args: MoveArgs) -> anyhow::Result<()> {
-    let MoveArgs { id, to, copy, client } = args;
+    let MoveArgs { id, to, choose, copy, client } = args;
     let server = client.connect()?;
+    if let Some(pool) = choose {
+        server.choose_file(&id, &MoveChoice { pool }).await?;
+        let volume = end(&server, &id).await?;
+        return output::done(client.output, &format!("volume {id} is in pool {}", volume.pool));
+    }
     let Some(to) = to else {
         server.cancel_move(&id).await?;
         let volume = end(&server, &id).await?;

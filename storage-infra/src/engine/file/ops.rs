@@ -56,7 +56,7 @@ pub(super) fn extend(path: &Path, bytes: u64) -> Result<()> {
 }
 
 /// Start and end of the next data extent at or after `at`; `None` if there is none before the end of the file.
-pub(in crate::engine) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
+pub(crate) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some((start, seek(file, SeekFrom::Hole(start))?))),
         Err(Errno::NXIO) => Ok(None),

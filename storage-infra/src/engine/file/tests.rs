@@ -156,7 +156,7 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     assert!(engine.exists(&snapshot("v")).unwrap() && !is_complete());
     let known = HashSet::from([object("v"), snapshot("v")]);
     assert!(engine.contents(&known).unwrap().unknown.is_empty());
-    let expected = |identity, bytes| Expected { identity: Uuid::from_u128(identity), bytes };
+    let expected = |identity, bytes| Expected { identity: Uuid::from_u128(identity), bytes, recorded: true };
     let all = HashMap::from([(object("v"), expected(1, 64 << 20)), (snapshot("v"), expected(1, 65 << 20))]);
     assert_eq!(engine.damaged(&all).unwrap().into_keys().collect::<Vec<_>>(), [snapshot("v")]);
 
@@ -310,7 +310,7 @@ fn a_file_that_is_not_the_volumes_is_damaged_and_accepted_only_without_another_r
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
     let (v, file) = (object("v"), dir.path().join("v.raw"));
-    let expected = Expected { identity: Uuid::from_u128(1), bytes: 4096 };
+    let expected = Expected { identity: Uuid::from_u128(1), bytes: 4096, recorded: true };
     let problem = || engine.damaged(&HashMap::from([(v.clone(), expected)])).unwrap().remove(&v);
     assert_eq!(problem(), None);
     let aside = dir.path().join("aside");
@@ -318,6 +318,7 @@ fn a_file_that_is_not_the_volumes_is_damaged_and_accepted_only_without_another_r
     fs::copy(&file, &aside).unwrap();
     fs::rename(&aside, &file).unwrap();
     assert!(problem().unwrap().contains("it has no record"));
+    engine.verify(&v, Expected { recorded: false, ..expected }).unwrap();
     assert!(matches!(engine.verify(&v, expected), Err(EngineError::Missing(_))));
     engine.accept_file(&record(&v, 1), expected).unwrap();
     assert_eq!(problem(), None);

@@ -43,6 +43,7 @@ impl FileEngine {
                 return Ok(None);
             }
             Ok(Some(_)) => "it has the record of another object".to_owned(),
+            Ok(None) if !expected.recorded => return Ok(None),
             Ok(None) => {
                 "it has no record, so it was exchanged, or restored without extended attributes".to_owned()
             }

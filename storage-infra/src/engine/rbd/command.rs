@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::RbdLocation;
 use super::session::{Call, Opens, Sessions};
+use crate::clock::Clock;
 use crate::engine::{EngineError, Result};
 use crate::lease::{Lease, NotActive};
 
@@ -96,13 +97,14 @@ pub(super) struct Ceph {
     opened: Arc<RwLock<()>>,
     /// Held while an image gets the name of a deleted one and moves to the trash.
     pub(super) discarding: Arc<Mutex<()>>,
+    pub(super) clock: Clock,
 }
 
 impl Ceph {
-    pub(super) fn new(location: RbdLocation, lease: Lease) -> Self {
+    pub(super) fn new(location: RbdLocation, lease: Lease, clock: Clock) -> Self {
         let sessions = |most| Arc::new(Sessions::new(location.clone(), lease.clone(), most));
         let (images, monitors) = (sessions(IMAGE_SESSIONS), sessions(1));
-        Self { location, lease, images, monitors, opened: Arc::default(), discarding: Arc::default() }
+        Self { location, lease, images, monitors, opened: Arc::default(), discarding: Arc::default(), clock }
     }
 
     /// Makes a request in a session.

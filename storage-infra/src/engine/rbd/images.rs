@@ -18,6 +18,24 @@ const BLOCKED: u64 = 365 * 24 * 3600;
 /// Prefix of the names of images in the trash.
 const DELETED: &str = "_deleted.";
 
+/// The name of a deleted image. It has the time at which it was deleted, in seconds that the catalog was served: Ceph tells the age by
+/// the wall clocks of its hosts and of this one.
+fn deleted_name(image: &str, served: Option<u64>, unique: uuid::Uuid) -> String {
+    let time = served.map(|seconds| format!("t{seconds}.")).unwrap_or_default();
+    format!("{DELETED}{image}.{time}{}", unique.simple())
+}
+
+/// Whether a deleted image was there for so many seconds of service. One without a time is as old as Ceph says.
+fn is_old(name: &str, served: Option<u64>, seconds: u64) -> bool {
+    let time = name.rsplit('.').nth(1).and_then(|word| word.strip_prefix('t')?.parse::<u64>().ok());
+    match (time, served) {
+        (None, _) => true,
+        (Some(_), _) if seconds == 0 => true,
+        (Some(time), Some(now)) => time.saturating_add(seconds) <= now,
+        (Some(_), None) => false,
+    }
+}
+
 /// `None` instead of an error if what was asked for does not exist.
 fn found<T>(result: Result<T, CallError>) -> Result<Option<T>> {
     match result {
@@ -168,8 +186,8 @@ impl Ceph {
             self.remove_snapshot(image, &snapshot)?;
         }
         // The name tells the images that the server deleted from those of other users of the pool.
-        let deleted =
-            self.location.image(format!("{DELETED}{}.{}", image.name, uuid::Uuid::new_v4().simple()));
+        let name = deleted_name(&image.name, self.clock.served(), uuid::Uuid::new_v4());
+        let deleted = self.location.image(name);
         let _one_at_a_time = self.discarding.lock().unwrap_or_else(PoisonError::into_inner);
         self.rename(image, &deleted)?;
         self.move_to_trash(&deleted, seconds)?;
@@ -203,7 +221,11 @@ impl Ceph {
 
     fn remove_expired(&self) -> Result<usize> {
         let all: Vec<Trashed> = self.rbd_here(&["trash", "ls", "--all", "--long"])?;
-        let expired = all.iter().filter(|one| one.name.starts_with(DELETED) && one.is_expired());
+        let (served, kept) = (self.clock.served(), self.location.trash_seconds);
+        let is_due = |one: &&Trashed| {
+            one.name.starts_with(DELETED) && one.is_expired() && is_old(&one.name, served, kept)
+        };
+        let expired = all.iter().filter(is_due);
         let removed: Vec<bool> = expired.map(|one| self.remove_trashed(one)).collect::<Result<_>>()?;
         Ok(removed.into_iter().filter(|removed| *removed).count())
     }
@@ -243,5 +265,23 @@ impl Ceph {
             found(self.rbd(QUICK, &["lock", "rm", &name, &lock.id, &lock.locker]))?;
         }
         Ok(clients)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deleted_image_is_old_by_the_time_that_the_catalog_was_served() {
+        let name = deleted_name("v.1", Some(100), uuid::Uuid::from_u128(7));
+        assert_eq!(name, "_deleted.v.1.t100.00000000000000000000000000000007");
+        let old = |served, seconds| is_old(&name, served, seconds);
+        assert!(!old(Some(159), 60) && old(Some(160), 60));
+        assert!(old(Some(0), 0), "nothing is kept");
+        assert!(!old(Some(7), 60), "the catalog was made anew");
+        assert!(!old(None, 60));
+        let before = deleted_name("v.1", None, uuid::Uuid::from_u128(7));
+        assert!(is_old(&before, Some(0), 60));
     }
 }

@@ -7,6 +7,7 @@ use anyhow::Context;
 use super::command::Ceph;
 use super::output::DiskUsage;
 use super::{MARKER, POOL_UUID, RbdLocation, object_of};
+use crate::clock::Clock;
 use crate::engine::scan::{FoundFile, Place, PoolScan};
 use crate::lease::Lease;
 
@@ -14,7 +15,7 @@ use crate::lease::Lease;
 pub(in crate::engine) fn scan_pool(path: &Path) -> anyhow::Result<PoolScan> {
     let text = path.to_str().context("the location of the pool is not UTF-8")?;
     let location: RbdLocation = text.parse().map_err(anyhow::Error::msg)?;
-    let ceph = Ceph::new(location, Lease::unlimited());
+    let ceph = Ceph::new(location, Lease::unlimited(), Clock::default());
     let marker = ceph.location.image(MARKER);
     let uuid =
         ceph.metadata(&marker, POOL_UUID).with_context(|| format!("cannot read the image {marker}"))?;

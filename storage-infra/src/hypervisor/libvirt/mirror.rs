@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::Libvirt;
 use super::virsh::virsh;
 use super::xml::{AttachError, LiveDisk, mirror_xml};
-use crate::hypervisor::{Disk, DiskSource, HypervisorError, Mirror, MirroredDisk, Result};
+use crate::hypervisor::{Disk, DiskSource, HypervisorError, Mirror, MirrorState, MirroredDisk, Result};
 
 fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
@@ -57,14 +57,14 @@ impl Libvirt {
     pub(super) async fn read_copy(&self, node: Uuid, disk: Uuid) -> Result<MirroredDisk> {
         let (now, _) = self.snapshot(node).await?;
         let Some(found) = now.live.find(disk) else {
-            return Ok(MirroredDisk { power: now.power, source: None, mirror: None });
+            return Ok(MirroredDisk { power: now.power, paused: now.paused, source: None, mirror: None });
         };
         let progress = match &found.mirror {
             Some(_) => self.progress(node, &found.target).await,
             None => None,
         };
-        let mirror = found.mirror.clone().map(|(to, ready)| Mirror { to, ready, progress });
-        Ok(MirroredDisk { power: now.power, source: found.location().cloned(), mirror })
+        let mirror = found.mirror.clone().map(|(to, state)| Mirror { to, state, progress });
+        Ok(MirroredDisk { power: now.power, paused: now.paused, source: found.location().cloned(), mirror })
     }
 
     /// The progress of a copy. It may have ended meanwhile.
@@ -110,9 +110,12 @@ impl Libvirt {
     /// Ends a copy, if one is running: the disk keeps its file.
     pub(super) async fn abort_copy(&self, node: Uuid, disk: Uuid) -> Result<()> {
         let (now, _) = self.snapshot(node).await?;
-        match now.live.find(disk) {
-            Some(found) if found.mirror.is_some() => self.change_copy(node, disk, &["--abort"]).await,
-            _ => Ok(()),
+        match now.live.find(disk).and_then(|found| found.mirror.as_ref()) {
+            None => Ok(()),
+            Some((to, MirrorState::Pivoting)) => Err(HypervisorError::Uncertain(format!(
+                "the domain {node} is changing the disk {disk} to {to}: its copy cannot be ended; retry"
+            ))),
+            Some(_) => self.change_copy(node, disk, &["--abort"]).await,
         }
     }
 

@@ -4,8 +4,8 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use uuid::Uuid;
 use virt::connect::Connect;
 use virt::domain::{
-    Domain, DomainShutoffReason, DomainShutoffReasonEnum, DomainState, DomainStateEnum, DomainStateReason,
-    DomainStateReasonEnum,
+    Domain, DomainPausedReason, DomainPausedReasonEnum, DomainShutoffReason, DomainShutoffReasonEnum,
+    DomainState, DomainStateEnum, DomainStateReason, DomainStateReasonEnum,
 };
 use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
@@ -13,8 +13,8 @@ use virt::sys;
 use super::keyring;
 use super::xml::{AttachError, LiveDomain, secret_xml};
 use crate::hypervisor::{
-    AttachedDisk, CephClient, Difference, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage,
-    RbdSource, Result,
+    AttachedDisk, CephClient, Difference, Disk, DiskSource, HypervisorError, NodeFacts, PauseReason, Power,
+    RbdImage, RbdSource, Result,
 };
 use crate::lease::Lease;
 
@@ -47,13 +47,15 @@ const NO_DISK: &str = "nestor-no-such-disk";
 /// A domain's live state at one point in time.
 pub(super) struct Snapshot {
     pub(super) power: Power,
+    /// Why its CPUs stand still, if they do.
+    pub(super) paused: Option<PauseReason>,
     pub(super) live: LiveDomain,
 }
 
 impl Snapshot {
     /// The snapshot of an inactive domain, which has no disks in its live state.
     fn inactive(power: Power) -> Self {
-        Self { power, live: LiveDomain::default() }
+        Self { power, paused: None, live: LiveDomain::default() }
     }
 
     pub(super) fn is_running(&self) -> bool {
@@ -82,6 +84,19 @@ fn inactive_power(managed: bool, reason: &DomainStateReasonEnum) -> Option<Power
         | DomainShutoffReason::Failed
         | DomainShutoffReason::FromSnapshot
         | DomainShutoffReason::Daemon => Some(Power::Off { shut_down: false }),
+    }
+}
+
+fn pause_reason(reason: &DomainStateReasonEnum) -> PauseReason {
+    let DomainStateReasonEnum::Known(DomainStateReason::Paused(DomainPausedReasonEnum::Known(reason))) =
+        reason
+    else {
+        return PauseReason::Other;
+    };
+    match reason {
+        DomainPausedReason::User => PauseReason::Request,
+        DomainPausedReason::IOError => PauseReason::IoError,
+        _ => PauseReason::Other,
     }
 }
 
@@ -146,7 +161,9 @@ impl Session {
             Some(false) => return self.inactive_power(node, &domain),
             Some(true) => {}
         }
-        let executing = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Running), _)));
+        let state = domain.state();
+        let executing = matches!(state, Ok((DomainStateEnum::Known(DomainState::Running), _)));
+        let paused = state.ok().filter(|_| !executing).map(|(_, reason)| pause_reason(&reason));
         let text = match domain.xml_desc(0) {
             Ok(text) => text,
             Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(inactive(Power::Gone)),
@@ -160,7 +177,7 @@ impl Session {
                 let live = LiveDomain::parse(&text).map_err(|why| {
                     HypervisorError::Uncertain(format!("the XML of domain {node} cannot be read: {why}"))
                 })?;
-                Ok(Snapshot { power: Power::Running { executing }, live })
+                Ok(Snapshot { power: Power::Running { executing }, paused, live })
             }
         }
     }

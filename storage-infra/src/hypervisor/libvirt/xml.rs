@@ -6,7 +6,8 @@ use infra_api::{DiskDiscard, DiskIo, DiskOptions, OnFull, Qos};
 use uuid::Uuid;
 
 use crate::hypervisor::{
-    AttachedDisk, BlockJob, CephClient, Disk, DiskLocation, DiskSource, RbdImage, RbdSource, Settings, wwn,
+    AttachedDisk, BlockJob, CephClient, Disk, DiskLocation, DiskSource, MirrorState, RbdImage, RbdSource,
+    Settings, wwn,
 };
 
 /// How QEMU reads and writes a file, if its volume does not say: as QEMU does by default. It never blocks QEMU's main loop.
@@ -31,8 +32,8 @@ pub(super) struct LiveDisk {
     pub settings: Settings,
     /// Whether the running block job writes the first layer into one below it.
     pub is_committed: bool,
-    /// The copy of the disk that is running: where it goes, and whether it is ready.
-    pub mirror: Option<(DiskLocation, bool)>,
+    /// The copy of the disk that is running: where it goes, and how far it is.
+    pub mirror: Option<(DiskLocation, MirrorState)>,
     /// Whether the guest cannot write.
     pub read_only: bool,
     /// The `<disk>` element, unchanged.
@@ -287,12 +288,18 @@ fn attribute(text: Option<&str>) -> Result<String, AttachError> {
     Ok(escape(text))
 }
 
-/// Where the copy of a `<mirror>` element goes, and whether all data was copied.
-fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(DiskLocation, bool)> {
+/// Where the copy of a `<mirror>` element goes, and how far it is by its attribute `ready`.
+fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(DiskLocation, MirrorState)> {
     let source = element.children().find(|node| node.has_tag_name("source"));
     // Before the copy has begun, only the element itself names the file.
     let to = source.and_then(location).or_else(|| location(element))?;
-    Some((to, element.attribute("ready") == Some("yes")))
+    let state = match element.attribute("ready") {
+        Some("yes") => MirrorState::Ready,
+        Some("pivot") => MirrorState::Pivoting,
+        Some("abort") => MirrorState::Aborting,
+        _ => MirrorState::Copying,
+    };
+    Some((to, state))
 }
 
 /// The XML of the storage into which a disk is copied.
@@ -447,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_copy_is_read_with_its_file_and_whether_it_is_ready() {
+    fn a_running_copy_is_read_with_its_file_and_how_far_it_is() {
         let disk = |mirror: &str| {
             let disk = format!("<disk><source file='/a'/>{mirror}<target dev='sda' bus='scsi'/></disk>");
             domain(&disk).disks[0].clone()
@@ -456,9 +463,13 @@ mod tests {
         let mirror = "<mirror type='file' job='copy'><source file='/b'/></mirror>";
         let found = disk(mirror);
         let [a, b] = ["/a", "/b"].map(|path| DiskLocation::File(path.into()));
-        assert_eq!((found.layers, found.mirror), (vec![a], Some((b.clone(), false))));
-        let ready = disk(&mirror.replace("job='copy'", "job='copy' ready='yes'"));
-        assert_eq!(ready.mirror, Some((b, true)));
+        assert_eq!((found.layers, found.mirror), (vec![a], Some((b.clone(), MirrorState::Copying))));
+        for (word, state) in
+            [("yes", MirrorState::Ready), ("pivot", MirrorState::Pivoting), ("abort", MirrorState::Aborting)]
+        {
+            let found = disk(&mirror.replace("job='copy'", &format!("job='copy' ready='{word}'")));
+            assert_eq!(found.mirror, Some((b.clone(), state)), "{word}");
+        }
         let file = DiskSource::File("/pool/a'b.raw".into());
         let options = DiskOptions { io: Some(DiskIo::Native), ..DiskOptions::default() };
         let xml = mirror_xml(&file, &options).unwrap();

@@ -7,8 +7,8 @@ use infra_api::{
 };
 
 use crate::catalog::{AttachmentRow, Blank, Hold, NodeRow, Tx, VolumeRow};
+use crate::clock::now;
 use crate::placement::Hosts;
-use crate::service::core::{now, seconds};
 use crate::service::lookups::{node_refs, pool_of};
 use crate::service::problems::{Failure, Result};
 use crate::service::reach;
@@ -212,7 +212,7 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, hosts: &Hosts, request: AttachRequest
             tx.interrupt_copy(&row.volume)?;
             tx.insert_attachment(row)?;
         }
-        Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id, seconds())?,
+        Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id)?,
     }
     Ok(admission)
 }

@@ -1,7 +1,8 @@
 //! Attach: admission, intent, effect and result.
 
 use infra_api::{
-    AttachmentId, AttachmentState, Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode, VolumeId,
+    AttachmentId, AttachmentState, Change, EventKind, MovePhase, NodeRef, ObjectKind, Problem, ProblemCode,
+    VolumeId,
 };
 
 use super::admission::{Admission, AttachRequest, admit_and_write};
@@ -9,9 +10,7 @@ use super::operations::Trigger;
 use super::{Attachments, Progress};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Hold, Tx};
-use crate::service::core::seconds;
 use crate::service::disks::{AttachError, AttachmentContext};
-use crate::service::lookups::refuse_switching;
 use crate::service::problems::{Failure, Result};
 
 /// What holds a volume whose writes went elsewhere than to its data.
@@ -55,30 +54,36 @@ impl Attachments {
         let is_new = matches!(admission, Admission::New(_));
         let row = admission.row();
         let _lock = self.core.lock_volume(&row.volume).await;
+        // The volume may get another file by that.
+        let settled = self.moves.settle(&row.volume, false).await;
         let key = id.clone();
         let current = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.attachment(&key)? else { return Ok(None) };
-                refuse_switching(tx, &row.volume)?;
+                let moving = tx.volume_move(&row.volume)?;
+                let is_mirrored = moving.is_some_and(|moving| moving.phase == MovePhase::Mirroring);
                 let hold = match tx.suspended_hold(&row.volume)? {
                     Some(hold) => Some(hold),
                     None => diverted(tx, &row.volume)?,
                 };
-                Ok(Some((AttachmentContext::of(tx, row)?, hold)))
+                Ok(Some((AttachmentContext::of(tx, row)?, hold, is_mirrored)))
             })
             .await?;
-        let Some((mut context, hold)) = current else { return Ok(Progress::Gone) };
+        let Some((mut context, hold, is_mirrored)) = current else { return Ok(Progress::Gone) };
         if context.row.state == AttachmentState::Detaching {
             return Ok(Progress::InProgress(context.to_attachment()));
         }
         if by_catalog && context.row.state == AttachmentState::Attached {
             self.log_if_lost(&context.row).await;
         }
-        let attached = match self.refuse_held(&context.row, hold, is_new).await {
-            Ok(()) => self.disks.attach(&mut context, is_new).await,
-            Err(refused) => Err(refused),
+        let attached = match (settled, self.refuse_held(&context.row, hold, is_new).await) {
+            (Err(failure), _) if is_new => Err(AttachError::NotAttached(failure)),
+            (Err(failure), _) => Err(AttachError::Unknown(failure)),
+            (Ok(()), Err(refused)) => Err(refused),
+            (Ok(()), Ok(())) if is_mirrored => self.keep_mirrored(&context.row).await,
+            (Ok(()), Ok(())) => self.disks.attach(&mut context, is_new).await,
         };
         match attached {
             Ok(()) => {
@@ -95,10 +100,7 @@ impl Attachments {
             Err(AttachError::NotAttached(failure)) if context.row.state == AttachmentState::Attaching => {
                 // Confirmed not attached: roll back.
                 let key = id.clone();
-                self.core
-                    .catalog()
-                    .run(move |tx| -> Result<_> { Ok(tx.refuse_attachment(&key, seconds())?) })
-                    .await?;
+                self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.refuse_attachment(&key)?) }).await?;
                 audit::log_removal(format!("attachment {id}"), "its disk was not attached");
                 self.conditions.clear_disk_lost(id);
                 self.retries.forget(id);
@@ -134,6 +136,20 @@ impl Attachments {
         match self.disks.missing(row.node, vec![row.clone()]).await {
             Ok((_, missing)) if missing.is_empty() => Ok(()),
             Ok(_) => Err(AttachError::Unknown(refuse(ProblemCode::Unavailable, "the VM lost its disk"))),
+            Err(failure) => Err(AttachError::Unknown(failure)),
+        }
+    }
+
+    /// While its disk is copied, a VM has it. One that lost it in this moment gets none before it is known which file it used.
+    async fn keep_mirrored(&self, row: &AttachmentRow) -> std::result::Result<(), AttachError> {
+        match self.disks.missing(row.node, vec![row.clone()]).await {
+            Ok((_, missing)) if missing.is_empty() => Ok(()),
+            Ok(_) => {
+                let detail =
+                    format!("the VM lost the disk of volume {} while it was copied; retry", row.volume);
+                let problem = Problem::new(ProblemCode::Unavailable, detail);
+                Err(AttachError::Unknown(problem.about(ObjectKind::Volume, &row.volume).into()))
+            }
             Err(failure) => Err(AttachError::Unknown(failure)),
         }
     }

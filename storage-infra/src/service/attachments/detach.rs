@@ -6,9 +6,7 @@ use super::{Attachments, Progress};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Tx};
 use crate::hypervisor::DetachOutcome;
-use crate::service::core::seconds;
 use crate::service::disks::AttachmentContext;
-use crate::service::lookups::refuse_switching;
 use crate::service::problems::Result;
 
 impl Attachments {
@@ -21,13 +19,14 @@ impl Attachments {
         }
         let Some(row) = found else { return Ok(Progress::Gone) };
         let _lock = self.core.lock_volume(&row.volume).await;
+        // Without the disk, nothing would show which file of a move the VM used.
+        self.moves.settle(&row.volume, true).await?;
         let key = id.clone();
         let found = self
             .core
             .catalog()
             .run(move |tx| -> Result<_> {
                 let Some(row) = read_for_detach(tx, &key)? else { return Ok(None) };
-                refuse_switching(tx, &row.volume)?;
                 if row.state != AttachmentState::Detaching {
                     tx.set_attachment_state(&key, AttachmentState::Detaching, None)?;
                 }
@@ -42,10 +41,7 @@ impl Attachments {
         let why = match self.disks.detach(&context).await {
             Ok(DetachOutcome::Detached) => {
                 let key = id.clone();
-                self.core
-                    .catalog()
-                    .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
-                    .await?;
+                self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key)?) }).await?;
                 audit::log_removal(format!("attachment {id}"), "its disk is proven to be detached");
                 self.records.update_soon(&context.row.volume);
                 self.conditions.clear_disk_lost(id);
@@ -75,7 +71,7 @@ impl Attachments {
 fn read_for_detach(tx: &Tx<'_>, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
     let row = tx.attachment(id)?;
     if row.is_none() {
-        tx.end_attachment(id, seconds())?;
+        tx.end_attachment(id)?;
     }
     Ok(row)
 }

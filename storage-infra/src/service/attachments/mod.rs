@@ -28,6 +28,7 @@ use uuid::Uuid;
 use super::conditions::Conditions;
 use super::core::Core;
 use super::disks::{AttachmentContext, Disks};
+use super::moves::Moves;
 use super::power::PowerStates;
 use super::problems::Result;
 use super::records::Records;
@@ -51,6 +52,18 @@ pub enum Progress {
     Gone,
 }
 
+/// What attachments use.
+pub(super) struct Uses {
+    pub(super) core: Arc<Core>,
+    pub(super) disks: Arc<Disks>,
+    pub(super) power: Arc<PowerStates>,
+    pub(super) records: Arc<Records>,
+    pub(super) conditions: Arc<Conditions>,
+    pub(super) unexpected_disks: Arc<UnexpectedDisks>,
+    pub(super) moves: Arc<Moves>,
+    pub(super) retries: Arc<Retries>,
+}
+
 /// The attachments.
 pub struct Attachments {
     core: Arc<Core>,
@@ -59,23 +72,17 @@ pub struct Attachments {
     records: Arc<Records>,
     conditions: Arc<Conditions>,
     unexpected_disks: Arc<UnexpectedDisks>,
+    moves: Arc<Moves>,
     retries: Arc<Retries>,
     /// The last operation on each attachment that has one.
     operations: Mutex<HashMap<AttachmentId, Operation>>,
 }
 
 impl Attachments {
-    pub(super) fn new(
-        core: Arc<Core>,
-        disks: Arc<Disks>,
-        power: Arc<PowerStates>,
-        records: Arc<Records>,
-        conditions: Arc<Conditions>,
-        unexpected_disks: Arc<UnexpectedDisks>,
-        retries: Arc<Retries>,
-    ) -> Self {
+    pub(super) fn new(uses: Uses) -> Self {
+        let Uses { core, disks, power, records, conditions, unexpected_disks, moves, retries } = uses;
         let operations = Mutex::default();
-        Self { core, disks, power, records, conditions, unexpected_disks, retries, operations }
+        Self { core, disks, power, records, conditions, unexpected_disks, moves, retries, operations }
     }
 
     /// One attachment. Waits for a running operation at most `wait`.

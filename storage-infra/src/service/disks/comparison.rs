@@ -11,9 +11,10 @@ use uuid::Uuid;
 
 use super::context::AttachmentContext;
 use crate::catalog::{AlteredDisk, AttachmentRow, Tx};
+use crate::clock::now;
 use crate::hypervisor::{AttachedDisk, Described, Difference, Disk, DiskLocation, Presence};
 use crate::service::conditions::Conditions;
-use crate::service::core::{Core, now};
+use crate::service::core::Core;
 use crate::service::hypervisors::Hypervisors;
 use crate::service::lookups;
 use crate::service::pools::Engines;

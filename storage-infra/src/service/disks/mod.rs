@@ -65,22 +65,17 @@ impl Disks {
         context: &mut AttachmentContext,
         is_new: bool,
     ) -> Result<(), AttachError> {
-        let object = Object::Volume(context.volume.id.clone());
-        let expected = Expected { identity: context.volume.disk_uuid, bytes: context.volume.capacity };
-        self.engines
-            .run::<_, Failure, _>(&context.pool, move |engine| Ok(engine.verify(&object, expected)?))
-            .await
-            .map_err(AttachError::Unknown)?;
+        self.verify_file(context).await.map_err(AttachError::Unknown)?;
         let source = self.engines.of(&context.pool).source(&context.volume.id);
-        if is_new {
-            self.refuse_other_users(context, &source).await?;
-        }
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
         if let Some(refused) = self.unreached(context) {
             let disk = context.disk(source);
             return self.keep_only_if_attached(context, &*hypervisor, &disk, refused, is_new).await;
         }
         self.record_holder(context, is_new).await?;
+        if is_new {
+            self.refuse_other_users(context, &source).await?;
+        }
         if context.row.blank == Blank::Undecided {
             context.row.blank = self.attest(context).await.map_err(AttachError::Unknown)?;
         }
@@ -146,6 +141,17 @@ impl Disks {
             Presence { disks, .. } if disks.contains_key(&disk.uuid) => Ok(()),
             _ => Err(AttachError::Unknown(refused)),
         }
+    }
+
+    /// Fails if the volume's file is missing, or is not the one that it should be.
+    async fn verify_file(&self, context: &AttachmentContext) -> Result<()> {
+        let id = context.volume.id.clone();
+        let due = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.is_record_due(&id)?) }).await?;
+        let (identity, bytes) = (context.volume.disk_uuid, context.volume.capacity);
+        let expected = Expected { identity, bytes, recorded: !due };
+        let object = Object::Volume(context.volume.id.clone());
+        let verify = move |engine: &dyn Engine| Ok(engine.verify(&object, expected)?);
+        self.engines.run::<_, Failure, _>(&context.pool, verify).await
     }
 
     /// Fails if a volume that has no other attachment is in use: a program or a device of this host has its file open, or a

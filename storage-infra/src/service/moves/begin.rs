@@ -13,9 +13,9 @@ use super::Moves;
 use super::state::{only_writer, waits};
 use crate::audit;
 use crate::catalog::{MoveRow, NodeRow, PoolRow, Tx, VolumeRow};
+use crate::clock::now;
 use crate::engine::Object;
 use crate::placement::{self, Hosts};
-use crate::service::core::now;
 use crate::service::lookups::{self, pool_of, refuse_held};
 use crate::service::pools::CapacityInputs;
 use crate::service::problems::{Failure, Result};
@@ -344,6 +344,8 @@ fn new_row(row: &VolumeRow, pool: PoolName, rate: Option<u64>) -> MoveRow {
         rate,
         cancelled: false,
         paused: None,
+        note: None,
+        chosen: None,
         message: None,
         started_at: now(),
     }

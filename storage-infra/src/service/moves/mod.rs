@@ -1,15 +1,19 @@
 //! Moves: a volume gets its data in another pool, while it is detached or while its VM writes to it.
 //!
-//! The pool in the volume's row has its data at every moment. The other file is filled first; then one transaction names its
-//! pool, and only after that the old file is removed. A detached volume is copied. Of an attached one, the hypervisor copies
-//! the disk, and the VM changes to the new file while it is paused: both files are equal until it runs again, which is after
-//! the catalog and the new file's record are durable. So whatever crashes, no write is lost, and there is no doubt about which
-//! file has the data.
+//! The other file is filled first; then one transaction names its pool, and only after that the old file is removed. A detached
+//! volume is copied. Of an attached one, the hypervisor copies the disk, and the VM changes to the new file while it is paused:
+//! both files are equal until it runs again, which is after the catalog and the new file's record are durable.
+//!
+//! Any hand can finish or end the copy in the hypervisor, and pause or resume the VM. So each step is decided by what the VM has
+//! open, and a file that may have been a VM's source is not discarded; see [`decide`].
 
 mod begin;
+mod choose;
 mod compare;
+mod decide;
 mod drain;
 mod live;
+mod look;
 mod offline;
 mod state;
 mod work;
@@ -35,7 +39,7 @@ use super::records::Records;
 
 /// Interval between attempts to go on with moves that wait.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Number of moves that are carried out at the same time; others wait.
+/// Number of volumes that are copied at the same time; others wait.
 const MAX_MOVES: usize = 2;
 
 /// What moves use.
@@ -64,6 +68,7 @@ pub struct Moves {
     unexpected_disks: Arc<UnexpectedDisks>,
     /// Volumes whose move is being carried out.
     running: Mutex<HashSet<VolumeId>>,
+    memory: Mutex<look::Memory>,
     permits: Arc<Semaphore>,
     /// Held while a VM is paused for a switch.
     switches: KeyedLock<Uuid>,
@@ -85,6 +90,7 @@ impl Moves {
             disks,
             unexpected_disks,
             running: Mutex::default(),
+            memory: Mutex::default(),
             permits: Arc::new(Semaphore::new(MAX_MOVES)),
             switches: KeyedLock::default(),
             stop: CancellationToken::new(),
@@ -93,6 +99,10 @@ impl Moves {
 
     fn running(&self) -> MutexGuard<'_, HashSet<VolumeId>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn memory(&self) -> MutexGuard<'_, look::Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Carries out moves until stopped.
@@ -113,28 +123,19 @@ impl Moves {
     /// Goes on with every move that is not being carried out.
     async fn start_all(self: &Arc<Self>) -> Result<()> {
         let rows = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.moves()?) }).await?;
-        self.core.metrics().moves(&rows, |id| self.copies.moved(id));
+        let undecided = self.memory().undecided.len();
+        self.core.metrics().moves(&rows, |id| self.copies.moved(id), undecided);
         for row in rows {
             if !self.running().insert(row.volume.clone()) {
                 continue;
             }
             let moves = self.clone();
             self.core.spawn(async move {
-                moves.carry_in_turn(&row.volume).await;
+                moves.carry(&row.volume).await;
                 moves.running().remove(&row.volume);
             });
         }
         Ok(())
-    }
-
-    async fn carry_in_turn(self: &Arc<Self>, id: &VolumeId) {
-        tokio::select! {
-            () = self.stop.cancelled() => {}
-            permit = self.permits.clone().acquire_owned() => {
-                self.carry(id).await;
-                drop(permit);
-            }
-        }
     }
 
     /// Waits, unless the server stops.

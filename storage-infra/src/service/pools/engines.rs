@@ -11,6 +11,7 @@ use process_kit::keyed_lock::KeyedLock;
 
 use crate::audit;
 use crate::catalog::PoolRow;
+use crate::clock::Clock;
 use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
 use crate::fail_points;
 use crate::lease::Lease;
@@ -47,6 +48,7 @@ pub(in crate::service) struct Engines {
     data_dir: PathBuf,
     lease: Lease,
     epoch: Option<i64>,
+    clock: Clock,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
     probes: KeyedLock<(PoolName, ProbeKind)>,
@@ -58,6 +60,7 @@ impl Engines {
             data_dir: data_dir.into(),
             lease,
             epoch: None,
+            clock: Clock::default(),
             engines: Mutex::default(),
             probes: KeyedLock::default(),
         }
@@ -66,6 +69,11 @@ impl Engines {
     /// The same, for one of several servers, with this epoch.
     pub(in crate::service) fn of_epoch(self, epoch: Option<i64>) -> Self {
         Self { epoch, ..self }
+    }
+
+    /// With this clock.
+    pub(in crate::service) fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
     }
 
     /// The engine of a pool.
@@ -77,10 +85,11 @@ impl Engines {
                 EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
             };
             match location {
-                Some(location) => fail_points::engine(
-                    Arc::new(RbdEngine::new(location, pool.uuid).under(self.lease.clone(), self.epoch)),
-                    self.lease.clone(),
-                ),
+                Some(location) => {
+                    let engine = RbdEngine::new(location, pool.uuid, self.clock.clone());
+                    let engine = engine.under(self.lease.clone(), self.epoch);
+                    fail_points::engine(Arc::new(engine), self.lease.clone())
+                }
                 // A location that cannot be read is no directory either, and the engine says so.
                 None => fail_points::engine(
                     Arc::new(

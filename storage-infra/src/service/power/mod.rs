@@ -16,11 +16,12 @@ use process_kit::keyed_lock::KeyedLock;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::core::{Core, now};
+use super::core::Core;
 use super::disks::OffProof;
 use super::hypervisors::Hypervisors;
 use super::problems::{Failure, Result};
 use crate::catalog::{NodeRow, PoolRow};
+use crate::clock::now;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, Power};
 use elsewhere::{Elsewhere, may_have};

@@ -64,7 +64,7 @@ impl Records {
             self.engines.run::<_, Failure, _>(&due.pool, move |e| Ok(e.read_record(&object)?)).await?;
         let stale_check = due.refuse_stale_catalog(found.as_ref());
         let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_attachments(found))?;
-        let holding = self.still_holding(&due, unknown).await?;
+        let holding = self.still_holding(&due, unknown, due.due).await?;
         if !holding.is_empty() {
             return Err(due.unknown_attachments_error(&holding));
         }
@@ -95,7 +95,7 @@ impl Records {
             return Ok(());
         };
         let (record, expected) =
-            (due.record(), Expected { identity: due.row.disk_uuid, bytes: due.row.capacity });
+            (due.record(), Expected { identity: due.row.disk_uuid, bytes: due.row.capacity, recorded: true });
         let accept = move |engine: &dyn Engine| Ok(engine.accept_file(&record, expected)?);
         if due.pool.spec.engine == EngineKind::File {
             self.engines.run::<_, Failure, _>(&due.pool, accept).await?;
@@ -138,8 +138,9 @@ impl Records {
         &self,
         due: &PendingRecord,
         unknown: Vec<RecordedAttachment>,
+        is_old: bool,
     ) -> Result<Vec<RecordedAttachment>> {
-        if !due.due || unknown.is_empty() {
+        if !is_old || unknown.is_empty() {
             return Ok(unknown);
         }
         let mut holding = Vec::new();

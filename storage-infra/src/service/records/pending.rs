@@ -101,6 +101,11 @@ impl PendingRecord {
         Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, moved_from, due }))
     }
 
+    /// Whether the record on disk may be older than the catalog.
+    pub(in crate::service) fn is_due(&self) -> bool {
+        self.due
+    }
+
     pub(super) fn record(&self) -> Record {
         self.marked(false, self.moved_from.clone())
     }

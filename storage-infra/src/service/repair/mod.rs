@@ -16,13 +16,13 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::attachments::{Attachments, ENDED_ID_RETENTION};
-use super::core::{Core, seconds};
+use super::core::Core;
 use super::disks::Disks;
 use super::pools::{PoolCapacity, Precision};
 use super::problems::Result;
 use super::records::Records;
 use super::ticker::Ticker;
-use crate::catalog::AttachmentRow;
+use crate::catalog::{AttachmentRow, Tx};
 
 pub use paused_vms::PausedVms;
 pub use pool_monitor::PoolMonitor;
@@ -31,6 +31,8 @@ pub(super) use unfinished::Unfinished;
 
 /// Interval between comparisons of the catalog with the observed state.
 const INTERVAL: Duration = Duration::from_secs(15);
+/// Interval between records of the time that this server has served.
+const SERVED_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Repairs drift between the catalog and the observed state.
 pub struct Repair {
@@ -71,8 +73,7 @@ impl Repair {
         self.unfinished.complete_volumes().await?;
         self.unfinished.complete_snapshots().await?;
         self.records.write_due_soon();
-        let before = seconds() - ENDED_ID_RETENTION.as_secs().cast_signed();
-        self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.forget_ended_attachments(before)?) }).await?;
+        self.age().await?;
         let rows = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.attachments(None, None)?) }).await?;
         let mut attached: BTreeMap<Uuid, Vec<AttachmentRow>> = BTreeMap::new();
         for row in rows {
@@ -93,6 +94,16 @@ impl Repair {
             });
         }
         Ok(())
+    }
+
+    /// Records how long this server has served, and forgets the ids that ended long ago in that time.
+    async fn age(&self) -> Result<()> {
+        let Some(seconds) = self.core.clock().take_served(SERVED_INTERVAL) else { return Ok(()) };
+        let age = move |tx: &Tx<'_>| -> Result<_> {
+            tx.add_served_time(seconds)?;
+            Ok(tx.forget_ended_attachments(ENDED_ID_RETENTION.as_secs())?)
+        };
+        self.core.catalog().run(age).await
     }
 
     /// Reattaches disks that a VM lost, for example by a power cycle.

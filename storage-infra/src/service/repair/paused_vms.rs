@@ -68,9 +68,12 @@ fn decide(vm: &NodeRef, starved: &[StarvedVolume], failed: &[String]) -> Decisio
 }
 
 /// Volumes and pools of these disks as far as they are attached to this node; fewer than the disks if some are not. None
-/// at all if a volume of the node is suspended: the node stays paused.
+/// at all if a volume of the node is suspended, or the node is changing to another file: the node stays paused.
 fn volumes_of(tx: &Tx<'_>, node: Uuid, disks: &[Uuid]) -> Result<Vec<(VolumeId, PoolRow)>> {
     let mut found = Vec::new();
+    if tx.is_paused_for_move(node)? {
+        return Ok(found);
+    }
     for attachment in tx.attachments(Some(node), None)? {
         if tx.suspended_hold(&attachment.volume)?.is_some() {
             return Ok(Vec::new());

@@ -168,7 +168,7 @@ impl PoolMonitor {
         self.core.metrics().pool_listed(&pool.name);
         let name = pool.name.clone();
         let files = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.files_of_pool(&name)?) }).await?;
-        let expected = |(id, identity, bytes)| (Object::Volume(id), Expected { identity, bytes });
+        let expected = |(id, expected)| (Object::Volume(id), expected);
         let expected: HashMap<Object, Expected> = files.into_iter().map(expected).collect();
         let damaged =
             self.engines.run::<_, EngineError, _>(pool, move |engine| engine.damaged(&expected)).await;

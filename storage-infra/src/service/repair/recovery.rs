@@ -33,6 +33,8 @@ impl Recovery {
 
     /// Completes interrupted operations on pools and volumes. Called once before the server accepts requests.
     pub async fn run(&self) -> Result<()> {
+        let served = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.served_time()?) }).await?;
+        self.core.clock().begin(served);
         let unmarked = self
             .core
             .catalog()

@@ -18,7 +18,7 @@ use operations::Operation::{self, *};
 /// Cases of each operation and each kind in a usual run.
 const CASES: usize = 3;
 /// Operations for which also the cases of one crash or of one failed write take long: they wait for a VM or for a repair.
-const SLOW: [Operation; 5] = [Grow, Limit, Detach, Move, PowerOff];
+const SLOW: [Operation; 6] = [Grow, Limit, Detach, Fence, Move, PowerOff];
 
 /// How many cases of each operation and kind run.
 fn cases() -> usize {

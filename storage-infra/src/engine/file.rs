@@ -129,7 +129,7 @@ impl FileEngine {
         self.dir.join(part_name(object, self.epoch))
     }
 
-    /// Incomplete files of an object that servers of other epochs left, the latest first.
+    /// Incomplete files of an object that servers of earlier epochs left, the latest first.
     fn left_parts(&self, object: &Object) -> Result<Vec<PathBuf>> {
         if self.epoch.is_none() {
             return Ok(Vec::new());
@@ -137,7 +137,7 @@ impl FileEngine {
         let mut found = Vec::new();
         for entry in self.names()? {
             let part = part_of(&entry.file_name().to_string_lossy());
-            let of_object = part.filter(|(one, epoch)| one == object && *epoch != self.epoch);
+            let of_object = part.filter(|(one, epoch)| one == object && *epoch < self.epoch);
             found.extend(of_object.map(|(_, epoch)| (epoch, entry.path())));
         }
         found.sort();

@@ -323,25 +323,28 @@ async fn kubelet_reports_the_usage_of_a_volume() -> Result<()> {
 
 // ---- bytes inside a filesystem ----
 
+/// Magic of an uberblock of ZFS.
+const UBERBLOCK: [u8; 8] = 0x00ba_b10c_u64.to_le_bytes();
+
 #[tokio::test]
-async fn a_filesystem_full_of_signatures_is_mounted_again() -> Result<()> {
+async fn a_filesystem_with_signatures_inside_it_is_mounted() -> Result<()> {
     pods::run(|pods| async move {
         let (here, there) = (&pods.first_node, &pods.second_node);
         for kind in ["ext4", "xfs"] {
             let volume = pods.claim(kind, &filesystem(kind)).await?;
-            // Every KiB begins as an uberblock of ZFS (magic 0x00bab10c): labels are at both ends of a disk.
-            let fill = "echo kept > /data/kept
-                printf '\\014\\261\\272\\0\\0\\0\\0\\0' > /data/block
-                truncate -s 1024 /data/block
-                for n in 1 2 3 4 5 6 7 8 9 10; do cat /data/block /data/block > /data/more; mv /data/more /data/block; done
-                n=0; while cat /data/block > /data/fill-$n; do n=$((n + 1)); done 2>/dev/null
-                sync; cat /data/kept";
-            let filler = Script::new(&format!("fill-{kind}"), here, fill).mount(&volume, "/data");
-            ensure!(pods.run(filler).await? == "kept");
+            let script = "echo kept > /data/kept; sync; cat /data/kept";
+            let writer = Script::new(&format!("write-{kind}"), here, script).mount(&volume, "/data");
+            ensure!(pods.run(writer).await? == "kept");
             pods.detached(&volume).await?;
-            let blkid = lab::process::command("blkid", ["-p".as_ref(), volume.file.as_os_str()]).output().await?;
+            // The last label of ZFS, as a file with an image of a disk leaves it: each KiB begins as an uberblock.
+            let label = (320 << 20) - (128 << 10)..320 << 20;
+            let blocks: Vec<(u64, &[u8])> = label.step_by(1024).map(|at| (at, &UBERBLOCK[..])).collect();
+            write_at(&volume.file, &blocks)?;
+            let blkid =
+                lab::process::command("blkid", ["-p".as_ref(), volume.file.as_os_str()]).output().await?;
             ensure!(blkid.status.code() == Some(8), "{kind}: blkid is not ambivalent: {blkid:?}");
-            let reader = Script::new(&format!("read-{kind}"), there, "cat /data/kept").mount(&volume, "/data");
+            let reader =
+                Script::new(&format!("read-{kind}"), there, "cat /data/kept").mount(&volume, "/data");
             ensure!(pods.run(reader).await? == "kept", "{kind}");
         }
         Ok(())
@@ -366,7 +369,7 @@ async fn replace_disk(pods: &PodScenario, volume: &Volume) -> Result<()> {
     eventually("the volume is attached again", pods::GONE, || async {
         let now = of_volume().await?.filter(|one| one.uid() != uid);
         let is_attached = now.is_some_and(|one| one.status.is_some_and(|status| status.attached));
-        Ok(if is_attached { Ok(()) } else { Err("it is not") })
+        Ok(if is_attached { Ok(()) } else { Err("it is not".to_owned()) })
     })
     .await
 }
@@ -409,7 +412,7 @@ async fn a_raw_disk_that_was_replaced_under_a_pod_is_given_to_the_next_pod() -> 
         // kubelet calls a pod running when its container has started: it may not have written yet.
         eventually("the pod has written", PATIENCE, || async {
             let file = std::fs::read(&volume.file)?;
-            Ok(if file.starts_with(b"kept") { Ok(()) } else { Err("it has not") })
+            Ok(if file.starts_with(b"kept") { Ok(()) } else { Err("it has not".to_owned()) })
         })
         .await?;
         replace_disk(&pods, &volume).await?;

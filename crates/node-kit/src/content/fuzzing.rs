@@ -3,12 +3,13 @@
 use uuid::Uuid;
 
 use super::backup_superblock::BackupSuperblock;
+use super::foreign::Primary;
 use super::marker::{self, FormatToken, MarkerBlock};
 use super::probe::{Signatures, understand};
 use super::{Content, classify};
 use crate::command::Output;
 use crate::filesystem::Filesystem;
-use crate::superblock::{BTRFS_OFFSET, HEAD, Superblock};
+use crate::superblock::{BTRFS_OFFSET, HEAD, Superblock, intact};
 
 const DISK: Uuid = Uuid::from_u128(7);
 
@@ -28,7 +29,9 @@ fn superblock(data: &[u8]) {
     for (filesystem, at) in
         [(Filesystem::Ext4, 1024), (Filesystem::Xfs, 0), (Filesystem::Btrfs, BTRFS_OFFSET)]
     {
-        let found = Superblock::parse(&padded::<HEAD>(at, data), filesystem);
+        let head = padded::<HEAD>(at, data);
+        let found = Superblock::parse(&head, filesystem);
+        assert!(intact(&head, 1 << 30).iter().all(|intact| intact.size <= 1 << 30));
         assert!(found.is_none_or(|found| found.btrfs.is_some() == (filesystem == Filesystem::Btrfs)));
     }
 }
@@ -45,7 +48,7 @@ fn format_marker(data: &[u8]) {
     let is_marker = block == marker::write(DISK, token);
     let found = marker::read(&block, 0, DISK, Some(token));
     assert_eq!(found == MarkerBlock::Valid(token), is_marker);
-    let content = classify(Signatures::None, found, None);
+    let content = classify(Signatures::None, found, None, Primary::None);
     assert_eq!(content == Content::Empty, block.iter().all(|byte| *byte == 0));
 }
 

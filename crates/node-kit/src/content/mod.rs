@@ -4,6 +4,7 @@
 
 mod attestation;
 mod backup_superblock;
+mod foreign;
 mod format;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
@@ -15,6 +16,7 @@ use uuid::Uuid;
 pub use self::attestation::UsedAttestations;
 pub(crate) use self::attestation::{Attestations, Permit, RecordError};
 use self::backup_superblock::{BackupSuperblock, NonzeroData};
+use self::foreign::Primary;
 pub(crate) use self::format::{FormatError, format};
 pub(crate) use self::marker::FormatToken;
 use self::marker::MarkerBlock;
@@ -58,7 +60,7 @@ pub(crate) enum Refusal {
     /// Another filesystem or content than requested.
     #[error(
         "it contains {found}, but the request is for {requested}; it was not changed. \
-         Request what it contains (fsType), or erase it with wipefs if its data is not needed"
+         Request what it contains (fsType), or use another volume"
     )]
     Foreign {
         /// Existing content.
@@ -69,13 +71,13 @@ pub(crate) enum Refusal {
     /// Partition table.
     #[error(
         "it has a {0} partition table; it was not changed. Volumes are whole disks: \
-         use it as a block volume, or erase it with wipefs if its data is not needed"
+         use it as a block volume, or use another volume"
     )]
     Partitioned(String),
     /// Several signatures.
     #[error(
-        "it has the signatures of several filesystems; it was not changed. \
-         List them with `wipefs --no-act`, and erase the wrong ones"
+        "it has the signatures of several filesystems, and not exactly one of them (ext4, xfs, btrfs) has an intact superblock; \
+         it was not changed. List them with `blkid -p` at a block volume, and recover the data from a copy of the disk"
     )]
     Ambivalent,
     /// Damaged filesystem.
@@ -87,27 +89,26 @@ pub(crate) enum Refusal {
     /// Unknown data.
     #[error(
         "it has no filesystem, but it is not empty: there is data at byte {0}; it was not changed. \
-         Use it as a block volume, or erase it (blkdiscard -z) if its data is not needed"
+         Use it as a block volume, or use another volume"
     )]
     Unknown(u64),
     /// Invalid format marker.
     #[error(
         "it has no filesystem, and a format marker for disk {0} that does not match this volume's format token; it was not \
          changed. It may be a copy of a disk that was being formatted, or an earlier version of the driver may have started to \
-         format it: in these cases it contains no data, and {MANUAL_FORMAT}"
+         format it: in these cases it contains no data; {NEW_VOLUME}"
     )]
     InvalidMarker(Uuid),
     /// Not attested blank.
     #[error(
         "it reads as empty, but it is not attested blank, as only a volume is that was created without a source and never \
-         written; it was not changed. If its data is not needed, {MANUAL_FORMAT}."
+         written; it was not changed. To have a filesystem, {NEW_VOLUME}."
     )]
     NotAttested,
     /// Used since it was attested blank.
     #[error(
         "it reads as empty, but under this attachment it was already mounted or published as a block device: its data was \
-         erased or is at offsets that the driver does not examine; it was not changed. Restore it from a snapshot; if its data is \
-         not needed, {MANUAL_FORMAT}"
+         erased or is at offsets that the driver does not examine; it was not changed. Restore it from a snapshot, or {NEW_VOLUME}"
     )]
     Erased,
     /// Empty and read-only.
@@ -119,8 +120,7 @@ pub(crate) enum Refusal {
 }
 
 /// Instructions for a disk that the driver does not format.
-const MANUAL_FORMAT: &str = "you can create the filesystem manually (mkfs in a privileged pod that uses it as a block \
-                          volume), or delete the volume and create a new one";
+const NEW_VOLUME: &str = "use a new volume, and keep this one until you know that nothing on it is needed";
 
 /// Decides what to do with a disk. `requested` is None if every supported filesystem is accepted; `read_only` is the reason
 /// why the disk must not be written, if there is one.
@@ -155,16 +155,29 @@ pub(crate) fn plan(
     }
 }
 
-/// Combines blkid's result, the marker block, and the data found elsewhere on the disk.
-fn classify(signatures: Signatures, mark: MarkerBlock, found: Option<NonzeroData>) -> Content {
-    match (mark, signatures) {
+/// Combines blkid's result, the marker block, the data found elsewhere on the disk, and the intact superblock.
+fn classify(
+    signatures: Signatures,
+    mark: MarkerBlock,
+    found: Option<NonzeroData>,
+    primary: Primary,
+) -> Content {
+    match (mark, primary, signatures) {
         // The marker takes precedence: other signatures are leftovers of the interrupted mkfs.
-        (MarkerBlock::Valid(token), _) => Content::InterruptedFormat(token),
-        (_, Signatures::Ambivalent) => Content::Ambivalent,
-        (_, Signatures::Known { partition_table: Some(kind), .. }) => Content::PartitionTable(kind),
-        (_, Signatures::Known { content: Some(known), .. }) => Content::Known(known),
-        (_, Signatures::Known { .. }) => Content::Ambivalent,
-        (mark, Signatures::None) => match (found, mark) {
+        (MarkerBlock::Valid(token), ..) => Content::InterruptedFormat(token),
+        // Another filesystem, of which blkid is sure.
+        (_, Primary::One(filesystem), Signatures::Known { content: Some(known), .. })
+            if known.parse().is_ok_and(|known: Filesystem| known != filesystem) =>
+        {
+            Content::Ambivalent
+        }
+        (_, Primary::One(filesystem), _) => Content::Known(filesystem.name().to_owned()),
+        (_, Primary::Several, _) | (_, _, Signatures::Ambivalent) => Content::Ambivalent,
+        (_, _, Signatures::Known { partition_table: Some(kind), .. }) => Content::PartitionTable(kind),
+        (_, _, Signatures::Known { content: Some(known), .. }) => Content::Known(known),
+        (_, _, Signatures::Known { .. }) => Content::Ambivalent,
+        (_, Primary::Doubtful(_), Signatures::None) => Content::Ambivalent,
+        (mark, Primary::None, Signatures::None) => match (found, mark) {
             (Some(NonzeroData::BackupSuperblock(backup)), _) => Content::Damaged(backup),
             (_, MarkerBlock::Invalid(disk)) => Content::InvalidMarker(disk),
             (Some(NonzeroData::Data(at)), _) | (None, MarkerBlock::Data(at)) => Content::Unknown(at),
@@ -192,13 +205,14 @@ mod tests {
     fn only_attested_blank_disks_and_own_interrupted_formats_are_formatted() {
         let format = Ok(Plan::Format(Filesystem::Xfs, token()));
         let blank = Permit::Blank(token());
-        let empty = || classify(Signatures::None, MarkerBlock::Zeros, None);
+        let empty = || classify(Signatures::None, MarkerBlock::Zeros, None, Primary::None);
         assert_eq!(plan(empty(), WANTED, None, blank), format);
         assert_eq!(plan(empty(), WANTED, None, Permit::None), Err(Refusal::NotAttested));
         assert_eq!(plan(empty(), WANTED, None, Permit::Used), Err(Refusal::Erased));
         for permit in [Permit::None, Permit::Used, blank] {
             for left in [Signatures::None, Signatures::Ambivalent, known("xfs"), known("ext4")] {
-                let content = classify(left, MarkerBlock::Valid(token()), Some(NonzeroData::Data(0)));
+                let found = Some(NonzeroData::Data(0));
+                let content = classify(left, MarkerBlock::Valid(token()), found, Primary::None);
                 assert_eq!(plan(content, WANTED, None, permit), format);
             }
         }
@@ -214,8 +228,30 @@ mod tests {
             (known("ext4"), MarkerBlock::Invalid(Uuid::from_u128(2)), None),
             (known("crypto_LUKS"), MarkerBlock::Data(0), None),
         ] {
-            let content = classify(signatures, mark, found);
+            let content = classify(signatures, mark, found, Primary::None);
             assert!(plan(content.clone(), WANTED, None, blank).is_err(), "{content:?}");
+        }
+    }
+
+    #[test]
+    fn an_intact_filesystem_is_not_doubted_for_signatures_inside_it() {
+        let table = || Signatures::Known { content: None, partition_table: Some("dos".to_owned()) };
+        let content = |signatures, primary| classify(signatures, MarkerBlock::Zeros, None, primary);
+        for foreign in [Signatures::Ambivalent, Signatures::None, table(), known("zfs_member"), known("xfs")]
+        {
+            let found = content(foreign.clone(), Primary::One(Filesystem::Xfs));
+            assert_eq!(found, Content::Known("xfs".to_owned()), "{foreign:?}");
+        }
+        for (signatures, primary, expected) in [
+            (known("ext4"), Primary::One(Filesystem::Xfs), Content::Ambivalent),
+            (known("xfs"), Primary::Several, Content::Ambivalent),
+            (Signatures::None, Primary::Several, Content::Ambivalent),
+            (Signatures::Ambivalent, Primary::Doubtful(Filesystem::Xfs), Content::Ambivalent),
+            (Signatures::None, Primary::Doubtful(Filesystem::Xfs), Content::Ambivalent),
+            (table(), Primary::Doubtful(Filesystem::Xfs), Content::PartitionTable("dos".to_owned())),
+            (known("xfs"), Primary::Doubtful(Filesystem::Xfs), Content::Known("xfs".to_owned())),
+        ] {
+            assert_eq!(content(signatures.clone(), primary.clone()), expected, "{signatures:?} {primary:?}");
         }
     }
 

@@ -1,14 +1,16 @@
 //! Probe of a disk's content: blkid's low-level probing (without cache), and reads of the disk itself.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use uuid::Uuid;
 
 use super::backup_superblock::{self, NonzeroData};
+use super::foreign::Primary;
 use super::marker::{self, FormatToken, MarkerBlock};
 use super::{Content, classify};
 use crate::blocking::blocking;
@@ -19,7 +21,7 @@ const BLKID_LIMIT: Duration = Duration::from_secs(60);
 
 /// Number of bytes at each end of a disk that must be zero. All signatures of filesystems, RAID and partition tables that
 /// blkid knows are there, and so is most accidental data. The range between them is sampled, see [`backup_superblock`].
-const ENDS: u64 = 1 << 20;
+pub(super) const ENDS: u64 = 1 << 20;
 
 /// Result of blkid.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,17 +65,53 @@ pub(crate) enum ProbeError {
 
 /// Determines the content of a disk.
 pub(crate) async fn examine(disk: &Disk, token: Option<FormatToken>) -> Result<Content, ProbeError> {
-    let args = ["-p".as_ref(), "-o".as_ref(), "export".as_ref(), "--".as_ref(), disk.path.as_os_str()];
-    let signatures = understand(&command::run("blkid", &args, BLKID_LIMIT).await?)?;
     let fail = |source| ProbeError::Read { device: disk.path.clone(), source };
-    let (file, size, uuid) = (disk.file().map_err(fail)?, disk.size, disk.uuid);
+    examine_file(&disk.path, disk.file().map_err(fail)?, disk.size, disk.uuid, token).await
+}
+
+/// [`examine`] for an open disk or image.
+pub(super) async fn examine_file(
+    path: &Path,
+    file: File,
+    size: u64,
+    uuid: Uuid,
+    token: Option<FormatToken>,
+) -> Result<Content, ProbeError> {
+    let fail = |source| ProbeError::Read { device: path.to_owned(), source };
+    let signatures = signatures(path, 0).await?;
     let look = move || {
         let mark = read_marker(&file, size, uuid, token)?;
-        // A disk with a signature is never formatted, so its data need not be read.
-        let found = if signatures == Signatures::None { read(&file, size)? } else { None };
-        Ok(classify(signatures, mark, found))
+        let (primary, partitions) = Primary::read(&file, size)?;
+        // A disk with a filesystem or a signature is never formatted, so its data need not be read.
+        let is_blank = signatures == Signatures::None && primary == Primary::None;
+        let found = if is_blank { read(&file, size)? } else { None };
+        Ok((signatures, mark, found, primary, partitions))
     };
-    blocking(look).await.map_err(fail)
+    let (signatures, mark, found, mut primary, partitions) = blocking(look).await.map_err(fail)?;
+    if let (Primary::One(kind), Signatures::Known { partition_table: Some(_), .. }) = (&primary, &signatures)
+        && has_content(path, &partitions).await?
+    {
+        primary = Primary::Doubtful(*kind);
+    }
+    Ok(classify(signatures, mark, found, primary))
+}
+
+/// Whether blkid recognizes something at one of these offsets.
+async fn has_content(path: &Path, offsets: &[u64]) -> Result<bool, ProbeError> {
+    for offset in offsets {
+        if signatures(path, *offset).await? != Signatures::None {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Asks blkid for the signatures from this offset.
+async fn signatures(path: &Path, offset: u64) -> Result<Signatures, ProbeError> {
+    let offset = offset.to_string();
+    let options = ["-p", "-o", "export", "-O", &offset, "--"].map(OsStr::new);
+    let args: Vec<&OsStr> = options.into_iter().chain([path.as_os_str()]).collect();
+    understand(&command::run("blkid", &args, BLKID_LIMIT).await?)
 }
 
 /// Parses blkid's exit code and output (blkid(8), "EXIT STATUS").

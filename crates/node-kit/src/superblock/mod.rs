@@ -1,12 +1,16 @@
 //! Superblocks of ext4, xfs and btrfs: size and UUID of a filesystem. Read directly, because not every version of blkid
 //! reports them, and each filesystem's own tool prints them differently.
 
+mod checksum;
+mod intact;
+
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 use uuid::Uuid;
 
+pub(crate) use self::intact::{IntactFilesystem, intact};
 use super::filesystem::Filesystem;
 
 /// Offset of btrfs's superblock; the others are at or near offset 0.

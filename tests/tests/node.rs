@@ -6,8 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
-use tests::pods::{self, ClaimOptions, PodScenario, Script, block, filesystem};
+use kube::api::{DeleteParams, ListParams};
+use tests::pods::{self, ClaimOptions, PodScenario, Script, Volume, block, filesystem};
 use tests::{PATIENCE, eventually};
 
 // ---- data survives ----
@@ -314,6 +316,109 @@ async fn kubelet_reports_the_usage_of_a_volume() -> Result<()> {
         let size = 320 << 20;
         ensure!(capacity > size / 10 * 8 && capacity <= size, "a volume of {size} bytes reports {capacity}");
         ensure!(used < 96 << 20, "64 MiB are written, but {used} bytes are reported");
+        Ok(())
+    })
+    .await
+}
+
+// ---- bytes inside a filesystem ----
+
+/// Magic of an uberblock of ZFS.
+const UBERBLOCK: [u8; 8] = 0x00ba_b10c_u64.to_le_bytes();
+
+#[tokio::test]
+async fn a_filesystem_with_signatures_inside_it_is_mounted() -> Result<()> {
+    pods::run(|pods| async move {
+        let (here, there) = (&pods.first_node, &pods.second_node);
+        for kind in ["ext4", "xfs"] {
+            let volume = pods.claim(kind, &filesystem(kind)).await?;
+            let script = "echo kept > /data/kept; sync; cat /data/kept";
+            let writer = Script::new(&format!("write-{kind}"), here, script).mount(&volume, "/data");
+            ensure!(pods.run(writer).await? == "kept");
+            pods.detached(&volume).await?;
+            // The last label of ZFS, as a file with an image of a disk leaves it: each KiB begins as an uberblock.
+            let label = (320 << 20) - (128 << 10)..320 << 20;
+            let blocks: Vec<(u64, &[u8])> = label.step_by(1024).map(|at| (at, &UBERBLOCK[..])).collect();
+            write_at(&volume.file, &blocks)?;
+            let blkid =
+                lab::process::command("blkid", ["-p".as_ref(), volume.file.as_os_str()]).output().await?;
+            ensure!(blkid.status.code() == Some(8), "{kind}: blkid is not ambivalent: {blkid:?}");
+            let reader =
+                Script::new(&format!("read-{kind}"), there, "cat /data/kept").mount(&volume, "/data");
+            ensure!(pods.run(reader).await? == "kept", "{kind}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+// ---- a disk that was replaced ----
+
+/// Deletes the VolumeAttachment of a volume under a running pod, and waits until it is attached again.
+async fn replace_disk(pods: &PodScenario, volume: &Volume) -> Result<()> {
+    let api = pods.scenario().guest_attachments();
+    let of_volume = async || -> Result<_> {
+        let all = api.list(&ListParams::default()).await?;
+        let found =
+            |one: &VolumeAttachment| one.spec.source.persistent_volume_name.as_ref() == Some(&volume.pv);
+        Ok(all.items.into_iter().find(found))
+    };
+    let before = of_volume().await?.context("the volume is not attached")?;
+    api.delete(&before.name_any(), &DeleteParams::default()).await?;
+    let uid = before.uid();
+    eventually("the volume is attached again", pods::GONE, || async {
+        let now = of_volume().await?.filter(|one| one.uid() != uid);
+        let is_attached = now.is_some_and(|one| one.status.is_some_and(|status| status.attached));
+        Ok(if is_attached { Ok(()) } else { Err("it is not".to_owned()) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_disk_that_was_replaced_under_its_mount_is_mounted_for_the_next_pod() -> Result<()> {
+    pods::run(|pods| async move {
+        let node = &pods.first_node;
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
+        let hold = "echo kept > /data/kept; sync; exec sleep 10000";
+        let holder = pods.start(Script::new("holder", node, hold).mount(&volume, "/data")).await?;
+        pods.running(&holder).await?;
+        replace_disk(&pods, &volume).await?;
+
+        // It starts before the other pod ends, so kubelet does not stage the volume again.
+        let next = Script::new("next", node, "cat /data/kept; echo more > /data/more; sync");
+        let next = pods.start(next.mount(&volume, "/data")).await?;
+        let said = pods.mount_failure(&next, &["was removed from this node", &volume.disk]).await?;
+        let uid = pods.running(&holder).await?.uid().context("the pod has no UID")?;
+        ensure!(said.contains(&uid), "the event does not name the pod with the dead mount: {said}");
+        ensure!(pods.finish(&next).await? == "kept");
+        pods.remove(&holder).await?;
+        pods.remove(&next).await?;
+        pods.detached(&volume).await?;
+        let after = Script::new("after", node, "cat /data/kept /data/more").mount(&volume, "/data");
+        ensure!(pods.run(after).await? == "kept\nmore");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_raw_disk_that_was_replaced_under_a_pod_is_given_to_the_next_pod() -> Result<()> {
+    pods::run(|pods| async move {
+        let node = &pods.first_node;
+        let volume = pods.claim("raw", &block()).await?;
+        let hold = "printf kept | dd of=/dev/volume conv=notrunc,fsync 2>/dev/null; exec sleep 10000";
+        let holder = pods.start(Script::new("holder", node, hold).device(&volume, "/dev/volume")).await?;
+        pods.running(&holder).await?;
+        // kubelet calls a pod running when its container has started: it may not have written yet.
+        eventually("the pod has written", PATIENCE, || async {
+            let file = std::fs::read(&volume.file)?;
+            Ok(if file.starts_with(b"kept") { Ok(()) } else { Err("it has not".to_owned()) })
+        })
+        .await?;
+        replace_disk(&pods, &volume).await?;
+        let script = "dd if=/dev/volume bs=4 count=1 2>/dev/null";
+        let next = Script::new("next", node, script).device(&volume, "/dev/volume");
+        ensure!(pods.run(next).await? == "kept");
         Ok(())
     })
     .await

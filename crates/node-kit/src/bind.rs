@@ -174,6 +174,13 @@ pub(crate) fn unmount_all(path: &Path, users: impl Fn(&Mount) -> String) -> Resu
     Err(BindError::TooMany { path: path.to_owned() })
 }
 
+/// Detaches the topmost mount at `path`, even if it is in use: for a mount whose device is gone, of which nothing can be
+/// flushed.
+pub(crate) fn detach(path: &Path) -> Result<(), BindError> {
+    let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+    change("detach", || rustix::mount::unmount(path, flags)).map_err(failed("detach the mount at", path))
+}
+
 /// Removes an unmounted target if it is an empty directory or an empty file. Idempotent.
 pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     let found = match std::fs::symlink_metadata(path) {

@@ -23,9 +23,9 @@ pub fn node_requests(data: &[u8]) {
             request::stage(stage, Instant::now()).map(|accepted| check_path(&accepted.staging))
         }),
         1 => of_message(message, |publish: &proto::NodePublishVolumeRequest| {
-            request::publish(publish).map(|accepted| {
+            request::publish(publish, Instant::now()).map(|accepted| {
                 check_path(&accepted.target);
-                accepted.staging.iter().for_each(|staging| check_path(staging));
+                accepted.staged.iter().for_each(|staged| check_path(&staged.staging));
             })
         }),
         _ => of_message(message, |expand: &proto::NodeExpandVolumeRequest| {

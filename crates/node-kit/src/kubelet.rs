@@ -24,11 +24,37 @@ impl Kubelet {
         let known = self.drivers.iter().find(|known| *driver == known.as_str())?;
         (*last == "globalmount").then_some(known)
     }
+
+    /// UID of the pod to which a volume is published at this path: kubelet has a directory per pod, and for block volumes one per
+    /// volume (Kubernetes, `pkg/kubelet/config`, and `pkg/volume/csi`, `getPublishPath`).
+    pub(crate) fn pod_of<'a>(&self, path: &'a Path) -> Option<&'a str> {
+        let below = path.strip_prefix(&self.dir).ok()?;
+        let parts: Vec<&str> =
+            below.components().map(|part| part.as_os_str().to_str()).collect::<Option<_>>()?;
+        match parts.as_slice() {
+            ["pods", uid, ..] => Some(uid),
+            ["plugins", "kubernetes.io", "csi", "volumeDevices", "publish", _, uid] => Some(uid),
+            _ => None,
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_pod_of_a_published_volume_is_in_its_path() {
+        let kubelet = Kubelet { dir: PathBuf::from("/k"), drivers: Vec::new() };
+        for (path, pod) in [
+            ("/k/pods/u1/volumes/kubernetes.io~csi/pvc-1/mount", Some("u1")),
+            ("/k/plugins/kubernetes.io/csi/volumeDevices/publish/pvc-1/u2", Some("u2")),
+            ("/k/plugins/kubernetes.io/csi/own/5f0a/globalmount", None),
+            ("/elsewhere/pods/u1/mount", None),
+        ] {
+            assert_eq!(kubelet.pod_of(Path::new(path)), pod, "{path}");
+        }
+    }
 
     #[test]
     fn only_staging_paths_of_served_drivers_have_a_driver_name() {

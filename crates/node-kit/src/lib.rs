@@ -12,6 +12,7 @@
 //! | `content` | disk content: blkid, blank disk attestations, formatting |
 //! | `duplicate_uuids`, `filesystem`, `superblock` | btrfs with duplicate UUIDs, filesystem tools, superblocks |
 //! | `bind`, `mount_table`, `mount_users` | mounts and the processes that use them |
+//! | `replaced` | disks that were replaced under their mounts |
 //! | `volume_condition`, `lost_writes` | volume health, writes that did not reach the disk |
 //! | `kubelet` | kubelet's directory layout |
 //! | `health` | self-checks |
@@ -35,6 +36,7 @@ pub mod mount_table;
 mod mount_users;
 mod plugin;
 mod publish;
+mod replaced;
 mod request;
 mod service;
 mod stage;

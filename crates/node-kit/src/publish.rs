@@ -11,14 +11,16 @@ use super::disk::{Disk, DiskNames, FindError};
 use super::kubelet::Kubelet;
 use super::mount_table::{DeviceNumber, Mount, MountTable, MountTableError};
 use super::mount_users;
+use super::replaced::{self, Replaced};
+use super::stage::{self, StageError, StageParams};
 
 /// Parameters of NodePublishVolume.
 #[derive(Debug, Clone)]
 pub(crate) struct PublishParams {
     /// UUID of the disk.
     pub(crate) disk: Uuid,
-    /// Staging path of the filesystem; None for a block volume.
-    pub(crate) staging: Option<PathBuf>,
+    /// How the filesystem is staged; None for a block volume.
+    pub(crate) staged: Option<StageParams>,
     /// Target path.
     pub(crate) target: PathBuf,
     /// Whether the target is read-only.
@@ -54,6 +56,13 @@ pub(crate) enum PublishError {
         /// UUID of the requested disk.
         disk: Uuid,
     },
+    /// The volume cannot be staged again.
+    #[error(transparent)]
+    Stage(#[from] StageError),
+    /// The volume is published now, but the target had a device that is gone. An error, so that kubelet reports it as an event of
+    /// the pod; its next attempt succeeds.
+    #[error("{0}")]
+    Replaced(Replaced),
     /// Another volume is mounted at the target.
     #[error("target path {} already has {} mounted; unpublish that volume first", target.display(), existing.display())]
     TargetTaken {
@@ -120,10 +129,27 @@ pub(crate) async fn publish(
     requested: PublishParams,
     kubelet: Kubelet,
 ) -> Result<(), PublishError> {
-    let disk = names.disk(requested.disk).await?;
-    blocking(move || match &requested.staging {
-        Some(staging) => publish_filesystem(&disk, staging, &requested, &kubelet),
-        None => publish_block(&disk, &used, &requested, &kubelet.dir),
+    let mut disk = names.disk(requested.disk).await?;
+    if let Some(staged) = requested.staged.clone() {
+        let staging = staged.staging.clone();
+        let (found, must_stage) = blocking(move || {
+            let must_stage = stage::must_stage_again(&disk, &staging);
+            must_stage.map(|must_stage| (disk, must_stage))
+        })
+        .await?;
+        disk = found;
+        if must_stage {
+            stage::stage(names, &used, staged, &kubelet).await?;
+        }
+    }
+    blocking(move || {
+        let target = target(&requested)?;
+        let replaced = replaced::detach(&target, &disk, &kubelet)?;
+        match &requested.staged {
+            Some(staged) => publish_filesystem(&disk, &staged.staging, &requested, &kubelet)?,
+            None => publish_block(&disk, &used, &requested, &kubelet.dir)?,
+        }
+        replaced.map_or(Ok(()), |replaced| Err(PublishError::Replaced(replaced)))
     })
     .await
 }

@@ -41,7 +41,10 @@ pub(super) fn stage(
     Ok(StageParams { disk, staging, filesystem, read_only, attestations, until })
 }
 
-pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<PublishParams, Status> {
+pub(super) fn publish(
+    requested: &proto::NodePublishVolumeRequest,
+    until: Instant,
+) -> Result<PublishParams, Status> {
     let target = path("target_path", &requested.target_path)?;
     let capability = capability(requested.volume_capability.as_ref())?;
     if requested.volume_context.get(CONTEXT_EPHEMERAL).is_some_and(|value| value == "true") {
@@ -53,13 +56,22 @@ pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<Pub
     let disk = disk(&requested.publish_context)?;
     same_bytes(&requested.volume_context, &requested.publish_context)?;
     let filesystem = filesystem(&capability, is_shared(&requested.publish_context))?;
+    let read_only = is_read_only(&capability, filesystem.as_ref());
+    let attestations = attestations(&requested.publish_context)?;
     Ok(PublishParams {
         disk,
-        read_only: requested.readonly || is_read_only(&capability, filesystem.as_ref()),
-        staging: filesystem.is_some().then_some(staging),
+        read_only: requested.readonly || read_only,
+        staged: filesystem.map(|filesystem| StageParams {
+            disk,
+            staging,
+            filesystem: Some(filesystem),
+            read_only,
+            attestations,
+            until,
+        }),
         target,
         single_writer: capability.mode == capability::Mode::SingleNodeSingleWriter,
-        attestations: attestations(&requested.publish_context)?,
+        attestations,
     })
 }
 
@@ -247,8 +259,8 @@ mod tests {
             )),
             ..proto::NodePublishVolumeRequest::default()
         };
-        assert!(publish(&request(Mode::MultiNodeReaderOnly)).unwrap().read_only);
-        assert!(!publish(&request(Mode::MultiNodeMultiWriter)).unwrap().read_only);
+        assert!(publish(&request(Mode::MultiNodeReaderOnly), Instant::now()).unwrap().read_only);
+        assert!(!publish(&request(Mode::MultiNodeMultiWriter), Instant::now()).unwrap().read_only);
     }
 
     #[test]

@@ -97,8 +97,9 @@ impl proto::node_server::Node for Node {
         let requested = call.into_inner();
         let volume = request::volume_id(&requested.volume_id)?;
         let requested = request::stage(&requested, until)?;
-        let (names, used) = (self.names.clone(), self.used.clone());
-        self.run_locked(&volume, async move { stage::stage(&names, &used, requested).await }).await?;
+        let (names, used, kubelet) = (self.names.clone(), self.used.clone(), self.kubelet.clone());
+        self.run_locked(&volume, async move { stage::stage(&names, &used, requested, &kubelet).await })
+            .await?;
         Ok(Response::new(proto::NodeStageVolumeResponse {}))
     }
 
@@ -118,9 +119,10 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodePublishVolumeRequest>,
     ) -> Result<Response<proto::NodePublishVolumeResponse>, Status> {
+        let until = csi::deadline::of(&call, DEFAULT_WAIT);
         let requested = call.into_inner();
         let volume = request::volume_id(&requested.volume_id)?;
-        let requested = request::publish(&requested)?;
+        let requested = request::publish(&requested, until)?;
         let (names, used, kubelet) = (self.names.clone(), self.used.clone(), self.kubelet.clone());
         self.run_locked(&volume, async move { publish::publish(&names, used, requested, kubelet).await })
             .await?;

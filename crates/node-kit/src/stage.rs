@@ -21,6 +21,7 @@ use super::lost_writes::{LostWrites, LostWritesError};
 use super::mount_options::MountOptions;
 use super::mount_table::{DeviceNumber, Mount, MountTable, MountTableError};
 use super::mount_users;
+use super::replaced::{self, Replaced};
 use super::volume_condition;
 
 /// Parameters of NodeStageVolume.
@@ -149,16 +150,21 @@ pub(crate) enum StageError {
     /// Earlier writes to the mounted filesystem were lost.
     #[error(transparent)]
     Lost(#[from] LostWritesError),
+    /// The volume is staged now, but was staged with a device that is gone. An error, so that kubelet reports it as an event
+    /// of the pod; its next attempt succeeds.
+    #[error("{0}")]
+    Replaced(Replaced),
     /// The mount table cannot be read.
     #[error(transparent)]
     MountTable(#[from] MountTableError),
 }
 
-/// Stages a volume. Idempotent.
+/// Stages a volume. Idempotent. Repairs a mount whose device is gone, see [`replaced`].
 pub(crate) async fn stage(
     names: &DiskNames,
     used: &UsedAttestations,
     requested: StageParams,
+    kubelet: &Kubelet,
 ) -> Result<(), StageError> {
     let disk = names.wait_for_disk(requested.disk, requested.until).await?;
     // The disk may have been resized since it was attached.
@@ -174,6 +180,7 @@ pub(crate) async fn stage(
         Ok(staging)
     })
     .await?;
+    let (disk, replaced) = detach_dead(disk, &staging, kubelet).await?;
     let table = blocking(MountTable::read).await?;
     if let Some(mount) = table.at(&staging) {
         check_existing_mount(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some())?;
@@ -216,7 +223,35 @@ pub(crate) async fn stage(
         }
     };
     tracing::info!(disk = %disk.uuid, device = %disk.path.display(), filesystem = %kind, staging = %staging.display(), "staged");
-    Ok(())
+    replaced.map_or(Ok(()), |replaced| Err(StageError::Replaced(replaced)))
+}
+
+/// Detaches a mount at the staging path whose device is gone. Not if an operator must accept lost writes first.
+async fn detach_dead(
+    disk: Disk,
+    staging: &Path,
+    kubelet: &Kubelet,
+) -> Result<(Disk, Option<Replaced>), StageError> {
+    let (staging, kubelet) = (staging.to_owned(), kubelet.clone());
+    blocking(move || {
+        if MountTable::read()?.at(&staging).is_some_and(|mount| replaced::is_dead(mount, &disk)) {
+            LostWrites::of(&staging).check()?;
+        }
+        let replaced = replaced::detach(&staging, &disk, &kubelet)?;
+        Ok((disk, replaced))
+    })
+    .await
+}
+
+/// Whether a volume that is to be published must be staged first, although kubelet takes it for staged: its mount is gone,
+/// or the device of its mount is. Blocks.
+pub(crate) fn must_stage_again(disk: &Disk, staging: &Path) -> Result<bool, StageError> {
+    let Some(staging) = bind::real_path(staging)? else { return Ok(false) };
+    Ok(match MountTable::read()?.at(&staging) {
+        Some(mount) => replaced::is_dead(mount, disk),
+        // kubelet creates the directory when it stages the volume, and removes it when it unstages it.
+        None => std::fs::symlink_metadata(&staging).is_ok_and(|found| found.is_dir()),
+    })
 }
 
 /// A mount in progress.

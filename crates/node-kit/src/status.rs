@@ -84,6 +84,7 @@ impl GrpcCode for StageError {
                 Code::FailedPrecondition
             }
             Self::Lost(error) => error.code(),
+            Self::Replaced(_) => Code::Unavailable,
             Self::Probe { .. } | Self::Check { .. } | Self::Mount { .. } | Self::MountTable(_) => {
                 Code::Internal
             }
@@ -117,8 +118,10 @@ impl GrpcCode for PublishError {
             // Publish does not wait: a staged volume has its disk, so its absence needs a repair.
             Self::Find(FindError::NotAttached { .. }) => Code::FailedPrecondition,
             Self::Find(error) => error.code(),
+            Self::Stage(error) => error.code(),
             Self::Target(error) => error.code(),
             Self::Record(error) => error.code(),
+            Self::Replaced(_) => Code::Unavailable,
             Self::PublishedReadOnly { .. } => Code::AlreadyExists,
             Self::NotStaged { .. }
             | Self::AnotherDiskStaged { .. }

@@ -5,6 +5,7 @@
 mod crash;
 mod duplicate_uuids;
 mod expansion;
+mod foreign_signatures;
 mod formatting;
 mod lifecycle;
 mod lost_writes;

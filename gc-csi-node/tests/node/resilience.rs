@@ -179,3 +179,55 @@ async fn an_interrupted_publish_is_completed() {
     node.unpublish(&disk, "one").await.unwrap();
     assert!(!target.exists());
 }
+
+#[tokio::test]
+async fn a_volume_whose_staging_mount_is_gone_is_staged_again_when_it_is_published() {
+    let mut node = TestNode::start().await;
+    let disk = node.disk(16);
+    let capability = || filesystem("ext4", Mode::SingleNodeWriter);
+    node.stage(&disk, capability()).await.unwrap();
+    std::fs::write(node.staging(&disk).join("kept"), "data").unwrap();
+    // As after a driver that was killed while it replaced a dead mount: kubelet takes the volume for staged.
+    rustix::mount::unmount(node.staging(&disk), rustix::mount::UnmountFlags::empty()).unwrap();
+    let target = node.publish(&disk, "one", capability(), false).await.unwrap();
+    assert_eq!(std::fs::read_to_string(target.join("kept")).unwrap(), "data");
+    assert!(node.mounted(&node.staging(&disk)).is_some());
+    node.unpublish(&disk, "one").await.unwrap();
+    node.unstage(&disk).await.unwrap();
+
+    // kubelet removes the directory when it has unstaged the volume.
+    std::fs::remove_dir(node.staging(&disk)).unwrap();
+    let refused = node.publish(&disk, "one", capability(), false).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(!node.staging(&disk).exists() && !node.target(&disk, "one").exists());
+}
+
+#[tokio::test]
+async fn a_mount_whose_device_answers_is_never_replaced() {
+    let mut node = TestNode::start().await;
+    let disk = node.disk(16);
+    let capability = || filesystem("ext4", Mode::SingleNodeWriter);
+    node.stage(&disk, capability()).await.unwrap();
+    node.publish(&disk, "one", capability(), false).await.unwrap();
+    let raw = node.disk(16);
+    node.stage(&raw, block(Mode::SingleNodeWriter)).await.unwrap();
+    let raw_target = node.publish(&raw, "one", block(Mode::SingleNodeWriter), false).await.unwrap();
+    // The disk has another device, and the earlier one is still there.
+    for moved in [&disk, &raw] {
+        std::fs::remove_file(node.link(moved)).unwrap();
+        let again = node.attach(moved.clone(), &["--read-only"]);
+        assert_ne!(again.device, moved.device);
+    }
+    let staged = node.mounts_at(&node.staging(&disk));
+    for refused in [
+        node.stage(&disk, capability()).await.unwrap_err(),
+        node.publish(&disk, "two", capability(), false).await.unwrap_err(),
+    ] {
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains("instead of disk"), "{refused}");
+    }
+    assert_eq!(node.mounts_at(&node.staging(&disk)), staged);
+    let refused = node.publish(&raw, "one", block(Mode::SingleNodeWriter), true).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(node.mounted(&raw_target).is_some());
+}

@@ -41,8 +41,8 @@ impl NewPool {
         let reasons: Vec<String> = disk.unusable().iter().map(ToString::to_string).collect();
         ensure!(
             reasons.is_empty(),
-            "{device} cannot become a pool: {}; nothing was changed. If you are sure that nothing on it is needed, empty it \
-             first: `wipefs -a {device}`, then `blkdiscard -z {device}`",
+            "{device} cannot become a pool: {}; nothing was changed. Use a blank disk, or mount the filesystem that is on it and \
+             add a directory of it with `storage-infra pool add`",
             reasons.join("; ")
         );
         let has_files = fs::read_dir(target).map(|mut entries| entries.next().is_some()).unwrap_or(false);

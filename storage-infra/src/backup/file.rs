@@ -143,7 +143,7 @@ mod tests {
         assert_eq!(names(out.path()), ["backup"]);
         assert_eq!(backup::origin(&target).unwrap().unwrap(), made.origin);
         let json = serde_json::to_value(&made).unwrap();
-        assert_eq!((&json["schemaVersion"], &json["scheduled"]), (&16.into(), &false.into()));
+        assert_eq!((&json["schemaVersion"], &json["scheduled"]), (&18.into(), &false.into()));
 
         let again = write(data.path(), &target, Timestamp::now(), false).unwrap_err().to_string();
         assert!(again.contains("already exists"), "{again}");

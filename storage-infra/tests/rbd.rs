@@ -4,6 +4,7 @@
 mod adopt;
 mod crash;
 mod data;
+mod ha;
 mod moves;
 
 use std::time::Duration;

@@ -91,21 +91,38 @@ impl RbdEngine {
         self.ceph.location.image(part_name(object, self.epoch))
     }
 
-    /// Incomplete images of an object that servers of other epochs left, the latest first.
+    /// Incomplete images of an object that servers of earlier epochs left, the latest first.
     fn left_parts(&self, object: &Object) -> Result<Vec<RbdImage>> {
         if self.epoch.is_none() {
             return Ok(Vec::new());
         }
         let left = |name: String| {
             let (of, epoch) = part_of(&name)?;
-            (of == *object && epoch != self.epoch).then(|| (epoch, self.ceph.location.image(name)))
+            (of == *object && epoch < self.epoch).then(|| (epoch, self.ceph.location.image(name)))
         };
         let mut found: Vec<_> = self.ceph.names()?.into_iter().filter_map(left).collect();
         found.sort_by_key(|(epoch, _)| std::cmp::Reverse(*epoch));
         Ok(found.into_iter().map(|(_, image)| image).collect())
     }
 
-    /// Removes the incomplete images of an object. One that a server of another epoch still has open stays until that has ended.
+    /// Removes what earlier servers left of objects that are complete, once those servers have it open no longer.
+    fn discard_left_parts(&self, known: &HashSet<Object>, used: &mut HashMap<String, u64>) -> Result<()> {
+        let is_left = |name: &String| {
+            part_of(name).is_some_and(|(object, epoch)| {
+                epoch < self.epoch && known.contains(&object) && used.contains_key(&image_name(&object))
+            })
+        };
+        let left: Vec<String> = used.keys().filter(|name| is_left(name)).cloned().collect();
+        for name in left {
+            let image = self.ceph.location.image(name.clone());
+            if self.watched_by(&image)?.is_none() && self.ceph.discard(&image, 0)? {
+                used.remove(&name);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the incomplete images of an object. One that an earlier server still has open stays until that has ended.
     fn discard_parts(&self, object: &Object) -> Result<bool> {
         let mut removed = self.ceph.discard(&self.part(object), 0)?;
         for left in self.left_parts(object)? {
@@ -318,6 +335,7 @@ impl Engine for RbdEngine {
         self.ceph.empty_trash()?;
         let usage: output::DiskUsage = self.ceph.rbd_here(&["du"])?;
         let mut used = usage.by_image();
+        self.discard_left_parts(known, &mut used)?;
         let mut contents = Contents::default();
         used.remove(MARKER);
         for object in known {

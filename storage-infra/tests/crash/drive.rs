@@ -51,7 +51,7 @@ enum Catalog {
     Database {
         cluster: Cluster,
         url: String,
-        standby: Option<Server>,
+        standby: Option<Box<Server>>,
         servers: usize,
     },
 }
@@ -107,7 +107,7 @@ impl Driver {
         };
         let mut start = || {
             *servers += 1;
-            self.site.start_with_data(&format!("data{servers}"))
+            Box::new(self.site.start_with_data(&format!("data{servers}")))
         };
         let mut server = standby.take().unwrap_or_else(&mut start);
         until("the passive server is active", async || server.has_crashed() || is_active(&server).await)
@@ -115,7 +115,7 @@ impl Driver {
         let serves = !server.has_crashed();
         // Only now: of two passive servers, either may take over.
         *standby = serves.then(start);
-        self.server = serves.then_some(server);
+        self.server = serves.then_some(*server);
         serves
     }
 

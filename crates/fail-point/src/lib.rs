@@ -119,7 +119,11 @@ fn before(name: &str) -> Option<String> {
 fn after<T, E>(name: &str, error: impl FnOnce(String) -> E, outcome: Result<T, E>) -> Result<T, E> {
     pass(|| format!("{name}.after"));
     let done = format!("{name}.done");
-    if must_fail(|| done.clone()) { outcome.and_then(|_| Err(error(format!("fail point {done}")))) } else { outcome }
+    if must_fail(|| done.clone()) {
+        outcome.and_then(|_| Err(error(format!("fail point {done}"))))
+    } else {
+        outcome
+    }
 }
 
 /// Async variant of [`around`].

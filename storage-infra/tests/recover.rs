@@ -280,6 +280,11 @@ async fn a_record_that_may_be_outdated_is_checked_against_live_state() {
     let server = site.start();
     refused(&server).await;
     site.set_power(nodes[1], "off");
+    // A VM that is off has no file open.
+    for device in site.devices() {
+        let detach = std::process::Command::new("losetup").arg("--detach").arg(&device).status();
+        assert!(detach.unwrap().success());
+    }
     server.client.attach(&attachment("c"), &wish, SOON).await.unwrap();
     server.client.detach(&attachment("c"), SOON).await.unwrap();
 }

@@ -219,7 +219,6 @@ impl Service {
             copies.clone(),
             conditions.clone(),
             unexpected_disks.clone(),
-            comparison.clone(),
         ));
         let volume_changes = Arc::new(VolumeChanges::new(
             core.clone(),

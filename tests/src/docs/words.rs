@@ -26,7 +26,10 @@ const OTHERS: [(&str, &str); 12] = [
         "etcd, etcdutl and kube-apiserver",
         "--bump-revision --event-ttl --mark-compacted --watch-progress-notify-interval",
     ),
-    ("virsh", "--active --disk-only --pivot --state-paused --with-managed-save --live --persistent --undefinesource --copy-storage-all"),
+    (
+        "virsh",
+        "--active --disk-only --pivot --state-paused --with-managed-save --live --persistent --undefinesource --copy-storage-all",
+    ),
     ("ceph and rbd", "--allow-shrink --conf --image --long"),
     ("umount", "--lazy --force"),
     ("dpkg-query", "--show"),

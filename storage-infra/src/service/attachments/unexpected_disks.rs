@@ -253,11 +253,17 @@ impl UnexpectedDisks {
         self.core.catalog().read(check).await
     }
 
+    /// Compares the disks that a volume should have: [`crate::catalog::Hold::Altered`] then refuses it. The caller must not hold
+    /// the volume's lock.
+    pub(in crate::service) async fn compare(&self, volume: &VolumeId) -> Result<()> {
+        self.comparison.check(volume).await
+    }
+
     /// Refuses a volume that has an unexpected disk in another VM, and, unless it is to be attached, compares the disks that it
     /// should have: [`crate::catalog::Hold::Altered`] then refuses it. The caller must not hold a volume's lock.
     pub(in crate::service) async fn refuse(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
         if to.is_none() {
-            self.comparison.check(volume).await?;
+            self.compare(volume).await?;
         }
         if let Some(one) = self.conditions.unexpected_disk(volume, to)
             && let Err(failure) = self.find(&one.hypervisor).await

@@ -38,7 +38,7 @@ impl Volumes {
         let (key, requested) = (id.clone(), spec.clone());
         let create = |started: oneshot::Sender<()>| async move {
             if let Some(VolumeSource::Volume(source)) = &requested.source {
-                volumes.comparison.check(source).await?;
+                volumes.unexpected_disks.compare(source).await?;
             }
             let _lock = volumes.core.lock_volume(&key).await;
             let (name, expected) = (key.clone(), requested.clone());

@@ -47,7 +47,6 @@ pub struct Volumes {
     copies: Arc<Copies>,
     conditions: Arc<Conditions>,
     unexpected_disks: Arc<UnexpectedDisks>,
-    comparison: Arc<Comparison>,
 }
 
 /// Changes of existing volumes: size, I/O limits and owner.
@@ -130,9 +129,8 @@ impl Volumes {
         copies: Arc<Copies>,
         conditions: Arc<Conditions>,
         unexpected_disks: Arc<UnexpectedDisks>,
-        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, capacity, files, copies, conditions, unexpected_disks, comparison }
+        Self { core, engines, capacity, files, copies, conditions, unexpected_disks }
     }
 
     /// One volume.

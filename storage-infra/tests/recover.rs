@@ -329,7 +329,7 @@ async fn objects_of_an_earlier_version_get_a_record_at_start() {
     fs::remove_file(site.path("data/known.json")).unwrap();
     // The default values of new columns are those of rows of an earlier version.
     site.catalog()
-        .execute_batch("UPDATE volumes SET record_due = 1; UPDATE snapshots SET record_due = 1")
+        .execute_batch("UPDATE volumes SET record_due = 1, recorded = 0; UPDATE snapshots SET record_due = 1")
         .unwrap();
     let server = site.start();
     until("all records are written again", async || {

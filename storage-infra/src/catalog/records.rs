@@ -35,10 +35,16 @@ impl Tx<'_> {
         Ok(due.exists([id.as_str()])?)
     }
 
+    /// Whether the file of a volume without a record is not the volume's.
+    pub fn is_recorded(&self, id: &VolumeId) -> Result<bool> {
+        let mut recorded = self.0.prepare_cached("SELECT 1 FROM volumes WHERE id = ?1 AND recorded")?;
+        Ok(recorded.exists([id.as_str()])?)
+    }
+
     /// Marks a volume's on-disk record as up to date. If this write is lost, the same record is written again.
     pub fn volume_record_is_current(&self, id: &VolumeId) -> Result<()> {
         self.0
-            .prepare_cached("UPDATE volumes SET record_due = FALSE WHERE id = ?1")?
+            .prepare_cached("UPDATE volumes SET record_due = FALSE, recorded = TRUE WHERE id = ?1")?
             .execute([id.as_str()])?;
         Ok(())
     }

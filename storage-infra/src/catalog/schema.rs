@@ -249,6 +249,9 @@ ALTER TABLE pools ADD COLUMN hosts TEXT NOT NULL DEFAULT '{}';
 const POOL_GENERATIONS: &str = "
 -- The number that was last written to the pool's marker: a pool with a lower one was set back to an earlier state.
 ALTER TABLE pools ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;
+-- 0 until a file of an earlier version, which wrote no records, has one. Any other file without a record is not the volume's.
+ALTER TABLE volumes ADD COLUMN recorded INTEGER NOT NULL DEFAULT 1;
+UPDATE volumes SET recorded = 0 WHERE record_due;
 ";
 
 const REVISIONS: &str = "

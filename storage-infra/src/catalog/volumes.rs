@@ -201,15 +201,14 @@ impl Tx<'_> {
 
     /// The volumes of a pool whose bytes must exist, with what their files must be.
     pub fn files_of_pool(&self, pool: &PoolName) -> Result<Vec<(VolumeId, Expected)>> {
-        let sql =
-            "SELECT id, disk_uuid, capacity, record_due FROM volumes WHERE pool = ?1 AND state = 'ready'";
+        let sql = "SELECT id, disk_uuid, capacity, recorded FROM volumes WHERE pool = ?1 AND state = 'ready'";
         let read = |row: &Row<'_>| {
             Ok((row.get::<String>(0)?, row.get::<String>(1)?, row.get(2)?, row.get::<bool>(3)?))
         };
         let rows = self.0.prepare_cached(sql)?.query_map([pool.as_str()], read)?;
-        let parsed = |(id, uuid, bytes, due): (String, String, u64, bool)| {
+        let parsed = |(id, uuid, bytes, recorded): (String, String, u64, bool)| {
             let identity = parse("volumes.disk_uuid", &uuid)?;
-            Ok((parse("volumes.id", &id)?, Expected { identity, bytes, recorded: !due }))
+            Ok((parse("volumes.id", &id)?, Expected { identity, bytes, recorded }))
         };
         rows.map(|row| parsed(row?)).collect()
     }

@@ -10,12 +10,14 @@ use crate::catalog::{CatalogError, Result};
 pub(in crate::catalog) const FIRST_VERSION: usize = 14;
 const FIRST: &str = include_str!("schema.sql");
 /// Migrations from there. The SQL of released entries is never changed.
-pub(in crate::catalog) const MIGRATIONS: &[&str] = &[
-    ALTERED_DISKS_POSTGRES,
-    "ALTER TABLE pools ADD COLUMN generation BIGINT NOT NULL DEFAULT 0",
-    MOVE_NOTES,
-    SERVED_TIME,
-];
+pub(in crate::catalog) const MIGRATIONS: &[&str] =
+    &[ALTERED_DISKS_POSTGRES, POOL_GENERATIONS, MOVE_NOTES, SERVED_TIME];
+
+const POOL_GENERATIONS: &str = "
+ALTER TABLE pools ADD COLUMN generation BIGINT NOT NULL DEFAULT 0;
+ALTER TABLE volumes ADD COLUMN recorded BOOLEAN NOT NULL DEFAULT TRUE;
+UPDATE volumes SET recorded = FALSE WHERE record_due;
+";
 
 const MOVE_NOTES: &str = r#"
 ALTER TABLE moves ADD COLUMN note TEXT COLLATE "C" CHECK (note IN ('pivot-asked', 'abort-asked', 'used'));

@@ -65,7 +65,14 @@ impl Disks {
         context: &mut AttachmentContext,
         is_new: bool,
     ) -> Result<(), AttachError> {
-        self.verify_file(context).await.map_err(AttachError::Unknown)?;
+        if let Err(failure) = self.verify_file(context).await {
+            // An existing attachment may have been attached before.
+            return Err(if is_new {
+                AttachError::NotAttached(failure)
+            } else {
+                AttachError::Unknown(failure)
+            });
+        }
         let source = self.engines.of(&context.pool).source(&context.volume.id);
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
         if let Some(refused) = self.unreached(context) {
@@ -146,9 +153,9 @@ impl Disks {
     /// Fails if the volume's file is missing, or is not the one that it should be.
     async fn verify_file(&self, context: &AttachmentContext) -> Result<()> {
         let id = context.volume.id.clone();
-        let due = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.is_record_due(&id)?) }).await?;
+        let recorded = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.is_recorded(&id)?) }).await?;
         let (identity, bytes) = (context.volume.disk_uuid, context.volume.capacity);
-        let expected = Expected { identity, bytes, recorded: !due };
+        let expected = Expected { identity, bytes, recorded };
         let object = Object::Volume(context.volume.id.clone());
         let verify = move |engine: &dyn Engine| Ok(engine.verify(&object, expected)?);
         self.engines.run::<_, Failure, _>(&context.pool, verify).await

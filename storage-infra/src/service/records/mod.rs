@@ -60,6 +60,12 @@ impl Records {
         self.revisions.compare(&due.pool).await?;
         due.row.written = self.is_written(&due).await?;
         let (object, record) = (Object::Volume(id.clone()), due.record());
+        if due.pool.spec.engine == EngineKind::File {
+            // Not the record of a volume on a file that somebody has put in its place.
+            let (object, expected) = (object.clone(), due.expected());
+            let verify = move |engine: &dyn Engine| Ok(engine.verify(&object, expected)?);
+            self.engines.run::<_, Failure, _>(&due.pool, verify).await?;
+        }
         let found =
             self.engines.run::<_, Failure, _>(&due.pool, move |e| Ok(e.read_record(&object)?)).await?;
         let stale_check = due.refuse_stale_catalog(found.as_ref());
@@ -94,8 +100,7 @@ impl Records {
         let Some(due) = self.core.catalog().read(move |tx| PendingRecord::of(tx, &key)).await? else {
             return Ok(());
         };
-        let (record, expected) =
-            (due.record(), Expected { identity: due.row.disk_uuid, bytes: due.row.capacity, recorded: true });
+        let (record, expected) = (due.record(), Expected { recorded: true, ..due.expected() });
         let accept = move |engine: &dyn Engine| Ok(engine.accept_file(&record, expected)?);
         if due.pool.spec.engine == EngineKind::File {
             self.engines.run::<_, Failure, _>(&due.pool, accept).await?;

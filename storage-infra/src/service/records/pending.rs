@@ -6,6 +6,7 @@ use infra_api::{
 };
 
 use crate::catalog::{AttachmentRow, PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::engine::Expected;
 use crate::engine::Record;
 use crate::engine::record::{RecordedAttachment, SnapshotRecord, VolumeRecord};
 use crate::hypervisor::{Disk, DiskSource};
@@ -83,6 +84,8 @@ pub(in crate::service) struct PendingRecord {
     /// The pool that may still have the old file of a volume that was moved.
     moved_from: Option<PoolName>,
     pub(super) due: bool,
+    /// Whether the file has a record, or is not the volume's.
+    recorded: bool,
 }
 
 impl PendingRecord {
@@ -96,14 +99,29 @@ impl PendingRecord {
         let holders = holders(tx, tx.attachments(None, Some(id))?)?;
         let revision = tx.volume_revision(id)?.unwrap_or(0);
         let (due, is_stale) = (tx.is_record_due(id)?, tx.is_stale_for_volume(id)?);
+        let recorded = tx.is_recorded(id)?;
         let moved = tx.volume_move(id)?.filter(|one| one.phase == MovePhase::Removing);
         let moved_from = moved.map(|one| one.pool);
-        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, moved_from, due }))
+        Ok(Some(Self {
+            pool: pool_of(tx, &row)?,
+            row,
+            revision,
+            is_stale,
+            holders,
+            moved_from,
+            due,
+            recorded,
+        }))
     }
 
     /// Whether the record on disk may be older than the catalog.
     pub(in crate::service) fn is_due(&self) -> bool {
         self.due
+    }
+
+    /// What the file must be before its record is written.
+    pub(super) fn expected(&self) -> Expected {
+        Expected { identity: self.row.disk_uuid, bytes: self.row.capacity, recorded: self.recorded }
     }
 
     pub(super) fn record(&self) -> Record {

@@ -22,6 +22,7 @@ pub mod api;
 pub mod app;
 pub mod audit;
 pub mod backup;
+mod blocking;
 pub mod budget;
 pub mod catalog;
 pub mod cli;
@@ -37,5 +38,7 @@ pub mod placement;
 pub mod recover;
 pub mod scope;
 pub mod service;
+#[cfg(test)]
+mod simulation;
 pub mod standby;
 mod systemd;

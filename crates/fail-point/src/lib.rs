@@ -10,7 +10,8 @@
 //! | `panic` | Like `armed`, but the task panics |
 //! | `freeze` | Like `armed`, but the process stops itself (SIGSTOP) until it receives SIGCONT |
 //!
-//! Each process needs its own directory.
+//! Each process needs its own directory. A test that runs a server on one thread can also set a hook for that thread, which is
+//! called at each pass: see [`set_hook`].
 
 use std::future::Future;
 
@@ -21,8 +22,8 @@ pub const DIRECTORY_VAR: &str = "NESTOR_FAIL_POINTS";
 #[inline]
 pub fn pass(name: impl FnOnce() -> String) {
     #[cfg(debug_assertions)]
-    if let Some(points) = points::active() {
-        points.pass(&name());
+    if points::is_active() {
+        points::pass(&name());
     }
     #[cfg(not(debug_assertions))]
     drop(name);
@@ -33,7 +34,7 @@ pub fn pass(name: impl FnOnce() -> String) {
 #[inline]
 pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T) -> T {
     #[cfg(debug_assertions)]
-    if let Some(name) = points::active().and_then(|_| name()) {
+    if let Some(name) = points::is_active().then(name).flatten() {
         pass(|| format!("{name}.before"));
         let outcome = work();
         pass(|| format!("{name}.after"));
@@ -47,7 +48,7 @@ pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T
 /// Async variant of [`around`].
 #[cfg(debug_assertions)]
 pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F::Output {
-    let Some(name) = points::active().and_then(|_| name()) else { return work.await };
+    let Some(name) = points::is_active().then(name).flatten() else { return work.await };
     pass(|| format!("{name}.before"));
     let outcome = work.await;
     pass(|| format!("{name}.after"));
@@ -60,6 +61,13 @@ pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work
 pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F {
     drop(name);
     work
+}
+
+/// Calls this at each pass of a fail point on this thread from now on, with the name of the point; `None` ends that. It may
+/// unwind, and so end the task that passes the point.
+#[cfg(debug_assertions)]
+pub fn set_hook(hook: Option<std::rc::Rc<dyn Fn(&str)>>) {
+    points::set_hook(hook);
 }
 
 /// Source location of a closure of this type: `<module>.<function>`.
@@ -80,10 +88,42 @@ fn function(closure: &str) -> String {
 
 #[cfg(debug_assertions)]
 mod points {
+    use std::cell::RefCell;
     use std::fs::{self, File};
     use std::io::Write;
     use std::path::PathBuf;
+    use std::rc::Rc;
     use std::sync::{Mutex, OnceLock, PoisonError};
+
+    type Hook = Rc<dyn Fn(&str)>;
+
+    thread_local! {
+        static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn set_hook(hook: Option<Hook>) {
+        HOOK.set(hook);
+    }
+
+    /// The hook of this thread.
+    fn hook() -> Option<Hook> {
+        HOOK.with_borrow(Option::clone)
+    }
+
+    /// Whether anybody wants to know of passes on this thread.
+    pub(super) fn is_active() -> bool {
+        HOOK.with_borrow(Option::is_some) || active().is_some()
+    }
+
+    /// Passes a point.
+    pub(super) fn pass(point: &str) {
+        if let Some(hook) = hook() {
+            hook(point);
+        }
+        if let Some(points) = active() {
+            points.pass(point);
+        }
+    }
 
     /// Fail points controlled by a directory.
     pub(super) struct Points {
@@ -93,7 +133,7 @@ mod points {
     }
 
     /// Fail points of this process, if active.
-    pub(super) fn active() -> Option<&'static Points> {
+    fn active() -> Option<&'static Points> {
         static ACTIVE: OnceLock<Option<Points>> = OnceLock::new();
         ACTIVE
             .get_or_init(|| std::env::var_os(super::DIRECTORY_VAR).map(|dir| Points::of(dir.into())))
@@ -164,6 +204,27 @@ mod tests {
         fs::write(&armed, "a.before 3").unwrap();
         assert!(!is_fatal("a.before") && !is_fatal("a.before"));
         assert!(is_fatal("a.before"));
+    }
+
+    #[test]
+    fn a_hook_is_called_at_each_pass_on_its_thread_and_can_end_it() {
+        use std::cell::RefCell;
+        use std::rc::Rc;
+        let seen = Rc::new(RefCell::new(Vec::new()));
+        let passed = seen.clone();
+        super::set_hook(Some(Rc::new(move |point| {
+            passed.borrow_mut().push(point.to_owned());
+            if point == "b.after" {
+                std::panic::resume_unwind(Box::new(()));
+            }
+        })));
+        super::around(|| Some("a".to_owned()), || ());
+        std::thread::spawn(|| super::pass(|| "elsewhere".to_owned())).join().unwrap();
+        let ended = std::panic::catch_unwind(|| super::around(|| Some("b".to_owned()), || ()));
+        super::set_hook(None);
+        super::pass(|| "later".to_owned());
+        assert!(ended.is_err());
+        assert_eq!(*seen.borrow(), ["a.before", "a.after", "b.before", "b.after"]);
     }
 
     #[test]

@@ -186,6 +186,48 @@ impl Catalog {
         Ok(Self::of(data_dir, revision, lead.lease().clone(), threads))
     }
 
+    /// The catalog of a simulated server, in a database of [`Catalog::in_memory`].
+    #[cfg(test)]
+    pub(crate) fn simulated(
+        connection: Arc<std::sync::Mutex<Connection>>,
+        lease: Lease,
+        sim: Arc<crate::simulation::Sim>,
+    ) -> Result<Self> {
+        let revision = Self::look(&connection, |tx| tx.revision())?;
+        let threads = Threads::inline(connection, lease.clone(), sim);
+        Ok(Self::of(Path::new("/simulated"), revision, lease, threads))
+    }
+
+    /// A database in memory for simulated servers.
+    #[cfg(test)]
+    pub(crate) fn in_memory(fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<Connection> {
+        let mut connection = connect(Path::new(":memory:"))?;
+        schema::migrate(&mut connection)?;
+        let tx = connection.transaction()?;
+        fill(&Tx::of(&tx))?;
+        tx.commit()?;
+        Ok(connection)
+    }
+
+    /// Reads a database in memory.
+    #[cfg(test)]
+    pub(crate) fn look<T>(
+        connection: &std::sync::Mutex<Connection>,
+        read: impl FnOnce(&Tx<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let mut open = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tx = open.transaction()?;
+        read(&Tx::of(&tx))
+    }
+
+    /// A copy of a database in memory.
+    #[cfg(test)]
+    pub(crate) fn copy_in_memory(from: &Connection) -> Result<Connection> {
+        let mut connection = connect(Path::new(":memory:"))?;
+        rusqlite::backup::Backup::new(from, &mut connection)?.step(-1)?;
+        Ok(connection)
+    }
+
     /// The lease under which this server may act on disks.
     pub fn lease(&self) -> &Lease {
         &self.0.lease

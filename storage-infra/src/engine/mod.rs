@@ -185,7 +185,7 @@ impl DirectoryVersion {
     }
 
     /// The version of a pool without a directory, by a hash of the names in it.
-    fn of_names(hash: u64) -> Self {
+    pub(crate) fn of_names(hash: u64) -> Self {
         Self { identity: (hash, 0), ..Self::default() }
     }
 }

@@ -154,11 +154,19 @@ impl Core {
 
 /// Current time, RFC 3339 in UTC, in whole seconds.
 pub(super) fn now() -> String {
-    let now = jiff::Timestamp::now();
+    let now = wall_clock();
     jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
 /// Current time in seconds since 1970.
 pub(super) fn seconds() -> i64 {
-    jiff::Timestamp::now().as_second()
+    wall_clock().as_second()
+}
+
+fn wall_clock() -> jiff::Timestamp {
+    #[cfg(test)]
+    if let Some(now) = crate::simulation::wall_clock() {
+        return now;
+    }
+    jiff::Timestamp::now()
 }

@@ -10,6 +10,7 @@ use infra_api::{EngineKind, PoolName};
 use process_kit::keyed_lock::KeyedLock;
 
 use crate::audit;
+use crate::blocking::run_blocking;
 use crate::catalog::PoolRow;
 use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
 use crate::fail_points;
@@ -41,10 +42,28 @@ pub(in crate::service) enum ProbeKind {
     Revisions,
 }
 
+/// Makes the engine of a pool.
+pub type MakeEngine = Box<dyn Fn(&PoolRow) -> Arc<dyn Engine> + Send + Sync>;
+
+/// Makes engines by the kinds of the pools, for the server with this data directory, by which other servers recognize its pools.
+pub(in crate::service) fn by_kind(data_dir: impl Into<PathBuf>) -> MakeEngine {
+    let data_dir = data_dir.into();
+    Box::new(move |pool| {
+        let location = match pool.spec.engine {
+            EngineKind::File => None,
+            EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
+        };
+        match location {
+            Some(location) => Arc::new(RbdEngine::new(location, pool.uuid)),
+            // A location that cannot be read is no directory either, and the engine says so.
+            None => Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &data_dir)),
+        }
+    })
+}
+
 /// The engine of each pool.
 pub(in crate::service) struct Engines {
-    /// Directory of this server's catalog, by which other servers recognize its pools.
-    data_dir: PathBuf,
+    make: MakeEngine,
     lease: Lease,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
@@ -52,29 +71,14 @@ pub(in crate::service) struct Engines {
 }
 
 impl Engines {
-    pub(in crate::service) fn new(data_dir: impl Into<PathBuf>, lease: Lease) -> Self {
-        Self { data_dir: data_dir.into(), lease, engines: Mutex::default(), probes: KeyedLock::default() }
+    pub(in crate::service) fn new(make: MakeEngine, lease: Lease) -> Self {
+        Self { make, lease, engines: Mutex::default(), probes: KeyedLock::default() }
     }
 
     /// The engine of a pool.
     pub(in crate::service) fn of(&self, pool: &PoolRow) -> Arc<dyn Engine> {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = || -> Arc<dyn Engine> {
-            let location = match pool.spec.engine {
-                EngineKind::File => None,
-                EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
-            };
-            match location {
-                Some(location) => {
-                    fail_points::engine(Arc::new(RbdEngine::new(location, pool.uuid)), self.lease.clone())
-                }
-                // A location that cannot be read is no directory either, and the engine says so.
-                None => fail_points::engine(
-                    Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)),
-                    self.lease.clone(),
-                ),
-            }
-        };
+        let fresh = || fail_points::engine((self.make)(pool), self.lease.clone());
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
     }
 
@@ -92,7 +96,7 @@ impl Engines {
     {
         let (engine, who, span) = (self.of(pool), audit::actor(), tracing::Span::current());
         let work = move || span.in_scope(|| audit::with_actor_blocking(who, || work(engine.as_ref())));
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        run_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(EngineError::Io { what, source: std::io::Error::other(error) }.into())
         })
@@ -155,7 +159,7 @@ mod tests {
             marked: false,
             suspension: None,
         };
-        let engines = Engines::new(dir.path(), Lease::unlimited());
+        let engines = Engines::new(by_kind(dir.path()), Lease::unlimited());
         let (end, ended) = mpsc::channel();
         let late = move |_: &dyn Engine| {
             ended.recv().unwrap();

@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use super::{STALLED, Transfers};
 use crate::audit;
+use crate::blocking::run_blocking;
 use crate::catalog::{PoolRow, Tx};
 use crate::engine::{EngineError, Object, SourceFile, is_zero};
 use crate::service::core::Core;
@@ -258,7 +259,7 @@ async fn send(parts: &mpsc::Sender<Part>, part: Vec<u8>) -> Result<()> {
 pub(in crate::service) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+    run_blocking(work).await.unwrap_or_else(|error| {
         Err(Failure::new(ProblemCode::Internal, format!("the transfer panicked: {error}")))
     })
 }

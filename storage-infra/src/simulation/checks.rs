@@ -1,0 +1,146 @@
+//! What must hold after each step, and once all faults have ended.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use infra_api::VolumeState;
+use uuid::Uuid;
+
+use super::acts::heal;
+use super::run::{Run, dir_of};
+use super::world::{Paused, State, World};
+use crate::catalog::{Catalog, Tx};
+
+/// How often requests are repeated until all of them must have ended.
+const ROUNDS: u32 = 60;
+/// Time between repetitions.
+const ROUND: Duration = Duration::from_secs(20);
+
+/// What must hold at any time.
+pub(super) fn after_step(run: &Run) -> Result<(), String> {
+    let paused: Vec<Uuid> = {
+        let mut world = run.sim.world();
+        read_by_guests(&mut world);
+        if let Some(violation) = world.oracle.violation() {
+            return Err(violation.to_owned());
+        }
+        let is_paused = |state| state == State::Paused(Paused::Server);
+        world.vms.iter().filter(|(_, vm)| is_paused(vm.state)).map(|(node, _)| *node).collect()
+    };
+    if paused.is_empty() {
+        return Ok(());
+    }
+    let owners = |tx: &Tx<'_>| {
+        let mut owners = tx.paused_nodes()?;
+        owners.extend(tx.moves()?.into_iter().filter_map(|row| row.paused));
+        Ok(owners)
+    };
+    let owners = Catalog::look(&run.catalog, owners).map_err(|error| error.to_string())?;
+    match paused.iter().find(|node| !owners.contains(node)) {
+        Some(node) => Err(format!("{node} is paused by the server, and no operation owns that")),
+        None => Ok(()),
+    }
+}
+
+/// Each guest reads its disks; each disk has at most one writer.
+fn read_by_guests(world: &mut World) {
+    let mut writers = BTreeSet::new();
+    let mut found = Vec::new();
+    for vm in world.vms.values() {
+        for (uuid, disk) in vm.disks.iter().filter(|(_, disk)| !disk.is_foreign) {
+            found.push((*uuid, disk.inode, vm.name.clone(), disk.read_only || disk.shared));
+        }
+    }
+    for (uuid, inode, vm, is_shared) in found {
+        if !is_shared && !writers.insert(uuid) {
+            world.oracle.violated(format!("{vm} and another VM can write to the disk {uuid}"));
+        }
+        let content = world.content(inode);
+        world.oracle.read_volume(uuid, &content, &vm);
+    }
+}
+
+/// What must hold once all faults have ended, and requests were repeated.
+pub(super) fn at_rest(run: &mut Run) -> Result<(), String> {
+    heal(&mut run.sim.world());
+    settle(run)?;
+    run.enter(|clients, service| clients.detach_all(service));
+    settle(run)?;
+    let left = |world: &World| {
+        let has = world.vms.values().find(|vm| !vm.disks.is_empty() || vm.state != State::Running);
+        has.map(|vm| format!("{} is {:?} and has {:?} at rest", vm.name, vm.state, vm.disks))
+    };
+    if let Some(left) = left(&run.sim.world()) {
+        return Err(left);
+    }
+    compare(run)
+}
+
+/// Repeats requests until all of them ended.
+fn settle(run: &mut Run) -> Result<(), String> {
+    let mut open = Vec::new();
+    for _ in 0..ROUNDS {
+        open = run.enter(|clients, service| clients.again(service)).unwrap_or_default();
+        let unfinished = |tx: &Tx<'_>| {
+            let mut all: Vec<String> = tx.moves()?.iter().map(|row| format!("{row:?}")).collect();
+            all.extend(tx.unfinished_volumes()?.iter().map(|row| format!("{row:?}")));
+            all.extend(tx.unfinished_snapshots()?.iter().map(|row| format!("{row:?}")));
+            Ok(all)
+        };
+        open.extend(Catalog::look(&run.catalog, unfinished).map_err(|error| error.to_string())?);
+        if open.is_empty() && run.sim.world().faults.late.is_empty() && !has_foreign(&run.sim.world()) {
+            return Ok(());
+        }
+        run.pass(ROUND)?;
+        after_step(run)?;
+        run.sim.world().copy_on();
+    }
+    Err(format!("this does not end: {}", open.join("; ")))
+}
+
+/// Whether a VM still has a disk that came late.
+fn has_foreign(world: &World) -> bool {
+    world.vms.values().any(|vm| vm.disks.values().any(|disk| disk.is_foreign))
+}
+
+/// Compares files with the catalog, and reads all volumes.
+fn compare(run: &Run) -> Result<(), String> {
+    let all = |tx: &Tx<'_>| {
+        let most = usize::MAX >> 1;
+        Ok((tx.volumes(None, "", most)?, tx.snapshots(None, None, "", most)?))
+    };
+    let (volumes, snapshots) = Catalog::look(&run.catalog, all).map_err(|error| error.to_string())?;
+    let mut files: BTreeSet<PathBuf> = BTreeSet::new();
+    files.extend(volumes.iter().map(|row| dir_of(row.pool.as_str()).join(format!("{}.raw", row.id))));
+    files.extend(snapshots.iter().map(|row| dir_of(row.pool.as_str()).join(format!("{}.snap", row.id))));
+    let mut world = run.sim.world();
+    let found: BTreeSet<PathBuf> = world.names.keys().cloned().collect();
+    if let Some(path) = found.difference(&files).next() {
+        return Err(format!("{} belongs to nothing", path.display()));
+    }
+    if let Some(path) = files.difference(&found).next() {
+        return Err(format!("{} does not exist", path.display()));
+    }
+    for id in run.clients.expected_volumes() {
+        if !volumes.iter().any(|row| row.id == id && row.state == VolumeState::Ready) {
+            return Err(format!("the volume {id} is gone, and nobody deleted it"));
+        }
+    }
+    for row in &volumes {
+        let path = dir_of(row.pool.as_str()).join(format!("{}.raw", row.id));
+        let Some(inode) = world.inode(&path) else { continue };
+        let content = world.content(inode);
+        world.oracle.read_volume(row.disk_uuid, &content, "a reader at the end");
+    }
+    for row in &snapshots {
+        let path = dir_of(row.pool.as_str()).join(format!("{}.snap", row.id));
+        let Some(inode) = world.inode(&path) else { continue };
+        let content = world.content(inode);
+        world.oracle.read_snapshot(&row.id, &content, "a reader at the end");
+    }
+    match world.oracle.violation() {
+        Some(violation) => Err(violation.to_owned()),
+        None => Ok(()),
+    }
+}

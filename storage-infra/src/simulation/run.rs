@@ -1,0 +1,288 @@
+//! One simulation: a server that is started again after each crash, and steps.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use infra_api::{EngineKind, Labels, NodeSpec, OnFull, PoolHosts, PoolName, PoolSpec};
+use rusqlite::Connection;
+use tokio::runtime::{Builder, Runtime};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::engine::SimEngine;
+use super::hypervisor::SimHost;
+use super::requests::Clients;
+use super::steps::Step;
+use super::world::{Directory, OWN_HOST, State, Vm, World};
+use super::{CURRENT, Check, Sim, checks};
+use crate::app;
+use crate::catalog::{Catalog, NodeRow, PoolRow, Result as CatalogResult, Tx};
+use crate::engine::Engine;
+use crate::hypervisor::Hypervisor;
+use crate::lease::Lease;
+use crate::metrics::Metrics;
+use crate::placement::{Host, Hosts};
+use crate::service::Service;
+
+/// Time for a start of the server.
+const START_TIMEOUT: Duration = Duration::from_secs(600);
+/// Starts in a row that may fail.
+const MAX_STARTS: u32 = 30;
+/// Names of the hosts; the server runs on the first.
+const HOSTS: [&str; 2] = [OWN_HOST, "h1"];
+/// Number of VMs; the last one is on the other host.
+pub(super) const VMS: u128 = 4;
+/// Names of the pools, and the filesystem of each. The filesystem 0 has reflinks.
+pub(super) const POOLS: [(&str, u64); 3] = [("p0", 0), ("p1", 0), ("p2", 1)];
+
+/// The directory of a pool.
+pub(super) fn dir_of(pool: &str) -> PathBuf {
+    format!("/{pool}").into()
+}
+
+fn pool_row(number: u128, name: &str) -> PoolRow {
+    let path = dir_of(name).display().to_string();
+    let (labels, hosts, on_full) = (Labels::new(), PoolHosts::default(), OnFull::Pause);
+    let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned: false, on_full, hosts };
+    let name = PoolName::new(name).expect("a name");
+    PoolRow { name, uuid: Uuid::from_u128(1000 + number), spec, marked: false, suspension: None }
+}
+
+fn pools() -> impl Iterator<Item = (PoolRow, u64)> {
+    (0..).zip(POOLS).map(|(number, (name, filesystem))| (pool_row(number, name), filesystem))
+}
+
+fn host_of(node: u128) -> &'static str {
+    if node == VMS { HOSTS[1] } else { HOSTS[0] }
+}
+
+/// The catalog with pools and nodes, without volumes.
+fn fill(tx: &Tx<'_>) -> CatalogResult<()> {
+    for (pool, _) in pools() {
+        tx.insert_pool(&pool)?;
+        tx.set_pool_marked(&pool.name)?;
+    }
+    for node in 1..=VMS {
+        let (name, hypervisor) = (format!("vm{node}"), host_of(node).to_owned());
+        let spec = NodeSpec { name, hypervisor, zone: None, labels: Labels::new() };
+        tx.put_node(&NodeRow { uuid: Uuid::from_u128(node), spec })?;
+    }
+    Ok(())
+}
+
+fn world(seed: u64) -> World {
+    let mut world = World::new(seed);
+    for (pool, filesystem) in pools() {
+        let marker = Some(pool.uuid);
+        let directory = Directory { marker, record: None, filesystem, is_full: false, version: 0 };
+        world.pools.insert(pool.spec.path.into(), directory);
+    }
+    for node in 1..=VMS {
+        let (name, host) = (format!("vm{node}"), host_of(node).to_owned());
+        let vm = Vm { name, host, state: State::Running, disks: BTreeMap::new() };
+        world.vms.insert(Uuid::from_u128(node), vm);
+    }
+    world
+}
+
+/// A running server.
+struct Server {
+    runtime: Runtime,
+    service: Service,
+    lease: Lease,
+}
+
+/// What ended a wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Time,
+    /// The server crashed, or ended because another might be active.
+    Server,
+}
+
+/// A simulation.
+pub(super) struct Run {
+    pub(super) sim: Arc<Sim>,
+    pub(super) catalog: Arc<Mutex<Connection>>,
+    pub(super) clients: Clients,
+    server: Option<Server>,
+}
+
+/// How a simulation ended.
+#[derive(Debug, Clone)]
+pub(super) struct Outcome {
+    /// What did not hold, and after how many steps.
+    pub(super) violation: Option<(usize, String)>,
+    pub(super) log: Vec<String>,
+}
+
+/// Runs these steps.
+pub(super) fn run(seed: u64, steps: &[Step], off: Option<Check>, logs: bool) -> Outcome {
+    let mut run = Run::new(seed, logs);
+    Check::switch_off(off);
+    let done = run.take(steps);
+    Check::switch_off(None);
+    let log = run.sim.world().log.take().unwrap_or_default();
+    Outcome { violation: done.err(), log }
+}
+
+impl Run {
+    fn new(seed: u64, logs: bool) -> Self {
+        thread_local! {
+            static EMPTY: Connection = Catalog::in_memory(fill).expect("an empty catalog");
+        }
+        let catalog = EMPTY.with(Catalog::copy_in_memory).expect("a copy of the catalog");
+        let sim = Sim::new(world(seed));
+        sim.world().log = logs.then(Vec::new);
+        CURRENT.set(Some(sim.clone()));
+        let passed = sim.clone();
+        fail_point::set_hook(Some(Rc::new(move |point| passed.pass(point))));
+        Self { sim, catalog: Arc::new(Mutex::new(catalog)), clients: Clients::default(), server: None }
+    }
+
+    fn take(&mut self, steps: &[Step]) -> Result<(), (usize, String)> {
+        self.start().map_err(|why| (0, why))?;
+        for (number, step) in steps.iter().enumerate() {
+            self.sim.world().rng.seed(step.seed);
+            self.sim.world().note(|| format!("--- {number}: {step:?}"));
+            let done = self.step(step).and_then(|()| checks::after_step(self));
+            done.map_err(|why| (number + 1, why))?;
+        }
+        self.sim.world().note(|| "--- faults end".to_owned());
+        checks::at_rest(self).map_err(|why| (steps.len(), why))
+    }
+
+    /// Does something in the server's runtime, which must not block.
+    pub(super) fn enter<T>(&mut self, work: impl FnOnce(&mut Clients, &Service) -> T) -> Option<T> {
+        let server = self.server.as_ref()?;
+        let _entered = server.runtime.enter();
+        Some(work(&mut self.clients, &server.service))
+    }
+
+    /// Starts the server, again and again while it crashes.
+    fn start(&mut self) -> Result<(), String> {
+        for _ in 0..MAX_STARTS {
+            if self.start_once()? {
+                return Ok(());
+            }
+            self.stop();
+        }
+        Err(format!("the server did not start {MAX_STARTS} times"))
+    }
+
+    /// False if the server crashed while it started.
+    fn start_once(&mut self) -> Result<bool, String> {
+        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
+        let runtime = runtime.map_err(|error| error.to_string())?;
+        {
+            let mut world = self.sim.world();
+            world.faults.is_dead = false;
+            world.faults.is_lost = false;
+            world.faults.life += 1;
+            world.note(|| "the server starts".to_owned());
+        }
+        let _ = futures::FutureExt::now_or_never(self.sim.crashed.notified());
+        let lease = Lease::ended();
+        lease.extend(self.sim.world().now(), Duration::from_secs(u64::from(u32::MAX)));
+        *self.sim.lease() = Some(lease.clone());
+        let catalog = Catalog::simulated(self.catalog.clone(), lease.clone(), self.sim.clone());
+        let catalog = catalog.map_err(|error| error.to_string())?;
+        let service = self.service_of(catalog);
+        let recovering = service.clone();
+        let recovered = runtime.block_on(async {
+            self.sim.world().start_clock();
+            let recover = tokio::spawn(async move { recovering.recover().await });
+            let recovered = tokio::select! {
+                biased;
+                () = self.sim.crashed.notified() => None,
+                () = lease.lost() => None,
+                done = tokio::time::timeout(START_TIMEOUT, recover) => Some(done),
+            };
+            self.sim.world().stop_clock();
+            recovered
+        });
+        let is_dead = self.sim.world().faults.is_dead;
+        let server = self.server.insert(Server { runtime, service, lease });
+        match recovered {
+            None => return Ok(false),
+            _ if is_dead => return Ok(false),
+            Some(Err(_)) => return Err("the server's recovery does not end".to_owned()),
+            Some(Ok(Err(error))) => return Err(format!("the server's recovery panicked: {error}")),
+            Some(Ok(Ok(Err(failure)))) => {
+                self.sim.world().note(|| format!("the server cannot start: {failure}"));
+                return Ok(false);
+            }
+            Some(Ok(Ok(Ok(())))) => {}
+        }
+        let _entered = server.runtime.enter();
+        app::periodic(&server.service, &CancellationToken::new());
+        Ok(true)
+    }
+
+    fn service_of(&self, catalog: Catalog) -> Service {
+        let mut hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
+        for name in HOSTS {
+            let host = SimHost { sim: self.sim.clone(), name: name.to_owned() };
+            hypervisors.insert(name.to_owned(), Arc::new(host));
+        }
+        let hosts = Hosts::new(HOSTS.map(|name| Host { name: name.to_owned(), ..Host::default() }).to_vec());
+        let sim = self.sim.clone();
+        let make = move |pool: &PoolRow| -> Arc<dyn Engine> {
+            let dir = PathBuf::from(&pool.spec.path);
+            Arc::new(SimEngine { sim: sim.clone(), dir, uuid: pool.uuid })
+        };
+        let metrics = Metrics::default();
+        Service::with_engines(catalog, hypervisors, hosts, metrics, Vec::new(), Box::new(make))
+    }
+
+    /// The server is gone, with all that it was doing.
+    fn stop(&mut self) {
+        self.server = None;
+        self.sim.world().note(|| "the server is gone".to_owned());
+    }
+
+    /// The server crashes now.
+    pub(super) fn crash(&mut self) -> Result<(), String> {
+        self.sim.world().faults.is_dead = true;
+        self.stop();
+        self.start()
+    }
+
+    /// Time passes. What comes late comes in it, and a server that crashed is started again.
+    pub(super) fn pass(&mut self, time: Duration) -> Result<(), String> {
+        let end = self.sim.world().now() + time;
+        loop {
+            self.sim.world().come_late();
+            let (now, next) = {
+                let world = self.sim.world();
+                (world.now(), world.next_late().unwrap_or(end).min(end))
+            };
+            if self.wait(next.saturating_sub(now)) == End::Server {
+                self.stop();
+                self.start()?;
+            }
+            if self.sim.world().now() >= end {
+                return Ok(());
+            }
+        }
+    }
+
+    fn wait(&mut self, time: Duration) -> End {
+        let Some(server) = &self.server else { return End::Server };
+        let ended = server.runtime.block_on(async {
+            self.sim.world().start_clock();
+            let ended = tokio::select! {
+                biased;
+                () = self.sim.crashed.notified() => End::Server,
+                () = server.lease.lost() => End::Server,
+                () = tokio::time::sleep(time) => End::Time,
+            };
+            self.sim.world().stop_clock();
+            ended
+        });
+        if self.sim.world().faults.is_dead { End::Server } else { ended }
+    }
+}

@@ -1,0 +1,71 @@
+//! Many seeds. One that fails is minimised: steps are left out while it fails.
+
+use std::time::{Duration, Instant};
+
+use super::Check;
+use super::run::run;
+use super::steps::{Step, UNSAFE, draw};
+
+/// Steps of a seed.
+const STEPS: usize = 200;
+/// Seeds by default.
+const SEEDS: u64 = 5000;
+/// Time to minimise a list of steps.
+const MINIMISE: Duration = Duration::from_secs(60);
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok().map(|value| value.parse().expect("a number"))
+}
+
+/// Leaves out steps while the rest fails.
+fn minimised(seed: u64, mut steps: Vec<Step>, off: Option<Check>) -> Vec<Step> {
+    let start = Instant::now();
+    let fails = |steps: &[Step]| run(seed, steps, off, false).violation.is_some();
+    let mut size = steps.len().div_ceil(2);
+    while size > 0 && start.elapsed() < MINIMISE {
+        let before = steps.len();
+        let mut at = 0;
+        while at < steps.len() && start.elapsed() < MINIMISE {
+            let mut fewer = steps.clone();
+            fewer.drain(at..(at + size).min(steps.len()));
+            if fails(&fewer) { steps = fewer } else { at += size }
+        }
+        if size == 1 && steps.len() == before {
+            break;
+        }
+        size = if size == 1 { 1 } else { size / 2 };
+    }
+    steps
+}
+
+/// Fails with the seed, the violation and a minimised list of steps.
+fn report(seed: u64, steps: Vec<Step>, violation: &(usize, String)) -> ! {
+    let (taken, why) = violation;
+    let fewer = minimised(seed, steps[..*taken].to_vec(), None);
+    let again = run(seed, &fewer, None, true);
+    let log = again.log.join("\n");
+    let list: Vec<String> = fewer.iter().map(|step| format!("{step:?}")).collect();
+    panic!(
+        "seed {seed}, after {taken} steps: {why}\nminimised to {}: {}\n{:?}\n{log}",
+        fewer.len(),
+        list.join(", "),
+        again.violation
+    );
+}
+
+#[test]
+fn whatever_happens_no_acknowledged_write_is_lost_and_everything_ends() {
+    let first = number("NESTOR_SIMULATION_SEED");
+    let count = if first.is_some() { 1 } else { number("NESTOR_SIMULATION_SEEDS").unwrap_or(SEEDS) };
+    let first = first.unwrap_or(0);
+    let without = UNSAFE;
+    let start = Instant::now();
+    for seed in first..first + count {
+        let steps = draw(seed, STEPS, &without);
+        if let Some(violation) = run(seed, &steps, None, false).violation {
+            report(seed, steps, &violation);
+        }
+    }
+    let took = start.elapsed().as_secs_f64();
+    eprintln!("{count} seeds of {STEPS} steps in {took:.1} s");
+}

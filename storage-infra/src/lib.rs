@@ -36,6 +36,7 @@ pub mod lease;
 pub mod metrics;
 pub mod placement;
 pub mod recover;
+mod safety;
 pub mod scope;
 pub mod service;
 #[cfg(test)]

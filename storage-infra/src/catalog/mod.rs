@@ -45,6 +45,8 @@ use postgres::lead::Lead;
 
 /// Time to wait for another connection's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Number of prepared statements that a connection keeps.
+const STATEMENTS: usize = 512;
 /// Suffixes of the files of an SQLite database.
 pub const DATABASE_SUFFIXES: [&str; 3] = ["", "-wal", "-shm"];
 
@@ -348,6 +350,8 @@ fn connect(path: &Path) -> Result<Connection> {
     connection.pragma_update(None, "journal_mode", "wal")?;
     connection.pragma_update(None, "synchronous", "full")?;
     connection.pragma_update(None, "foreign_keys", true)?;
+    // More than there are queries: each is prepared once.
+    connection.set_prepared_statement_cache_capacity(STATEMENTS);
     Ok(connection)
 }
 

@@ -7,6 +7,7 @@ use infra_api::{
 use super::problems::{Failure, Result};
 use crate::catalog::{AttachmentRow, MoveRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::scope::Scope;
+use crate::safety::Check;
 
 /// A pool.
 pub(super) fn pool(tx: &Tx<'_>, name: &PoolName) -> Result<PoolRow> {
@@ -66,7 +67,7 @@ pub(super) fn refuse_held(tx: &Tx<'_>, id: &VolumeId, reads_only: bool) -> Resul
 /// Fails while a VM may change to the other file of a move: until that is known, its disk is neither attached nor detached.
 pub(super) fn refuse_switching(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     match tx.volume_move(id)? {
-        Some(MoveRow { phase: MovePhase::Switching, pool, message, .. }) => {
+        Some(MoveRow { phase: MovePhase::Switching, pool, message, .. }) if Check::Switching.applies() => {
             let why = message.unwrap_or_else(|| "retry".to_owned());
             let detail = format!("the VM of volume {id} is changing to its file in the pool {pool}: {why}");
             Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use infra_api::VolumeState;
+use infra_api::{AttachmentId, VolumeState};
 use uuid::Uuid;
 
 use super::acts::heal;
 use super::run::{Run, dir_of};
-use super::world::{Paused, State, World};
+use super::world::{Paused, State, Vm, World};
 use crate::catalog::{Catalog, Tx};
 
 /// How often requests are repeated until all of them must have ended.
@@ -64,24 +64,17 @@ fn read_by_guests(world: &mut World) {
 /// What must hold once all faults have ended, and requests were repeated.
 pub(super) fn at_rest(run: &mut Run) -> Result<(), String> {
     heal(&mut run.sim.world());
-    settle(run)?;
+    settle(run, false)?;
     run.enter(|clients, service| clients.detach_all(service));
-    settle(run)?;
-    let left = |world: &World| {
-        let has = world.vms.values().find(|vm| !vm.disks.is_empty() || vm.state != State::Running);
-        has.map(|vm| format!("{} is {:?} and has {:?} at rest", vm.name, vm.state, vm.disks))
-    };
-    if let Some(left) = left(&run.sim.world()) {
-        return Err(left);
-    }
+    settle(run, true)?;
     compare(run)
 }
 
 /// Repeats requests until all of them ended.
-fn settle(run: &mut Run) -> Result<(), String> {
+fn settle(run: &mut Run, is_last: bool) -> Result<(), String> {
     let mut open = Vec::new();
     for _ in 0..ROUNDS {
-        open = run.enter(|clients, service| clients.again(service)).unwrap_or_default();
+        open = run.enter(|clients, service| clients.again(service, is_last)).unwrap_or_default();
         let unfinished = |tx: &Tx<'_>| {
             let mut all: Vec<String> = tx.moves()?.iter().map(|row| format!("{row:?}")).collect();
             all.extend(tx.unfinished_volumes()?.iter().map(|row| format!("{row:?}")));
@@ -89,7 +82,12 @@ fn settle(run: &mut Run) -> Result<(), String> {
             Ok(all)
         };
         open.extend(Catalog::look(&run.catalog, unfinished).map_err(|error| error.to_string())?);
-        if open.is_empty() && run.sim.world().faults.late.is_empty() && !has_foreign(&run.sim.world()) {
+        open.extend(untrue_results(run)?);
+        let world = run.sim.world();
+        open.extend(world.vms.values().filter_map(|vm| left(vm, is_last)));
+        let has_ended = open.is_empty() && world.faults.late.is_empty();
+        drop(world);
+        if has_ended {
             return Ok(());
         }
         run.pass(ROUND)?;
@@ -99,9 +97,34 @@ fn settle(run: &mut Run) -> Result<(), String> {
     Err(format!("this does not end: {}", open.join("; ")))
 }
 
-/// Whether a VM still has a disk that came late.
-fn has_foreign(world: &World) -> bool {
-    world.vms.values().any(|vm| vm.disks.values().any(|disk| disk.is_foreign))
+/// Attachments that were reported as attached and are not, and the other way around.
+fn untrue_results(run: &Run) -> Result<Vec<String>, String> {
+    let read = |tx: &Tx<'_>| {
+        let mut found = Vec::new();
+        for row in tx.attachments(None, None)? {
+            let disk = tx.volume(&row.volume)?.map(|volume| volume.disk_uuid);
+            found.push((row, disk));
+        }
+        Ok(found)
+    };
+    let rows = Catalog::look(&run.catalog, read).map_err(|error| error.to_string())?;
+    let world = run.sim.world();
+    let is_untrue = |(id, is_attached): &(AttachmentId, bool)| {
+        let Some((row, Some(disk))) = rows.iter().find(|(row, _)| row.id == *id) else { return *is_attached };
+        let has = world.vms.get(&row.node).is_some_and(|vm| vm.disks.contains_key(disk));
+        !is_attached || !has
+    };
+    let untrue = run.clients.attached().into_iter().filter(is_untrue);
+    Ok(untrue.map(|(id, is_attached)| format!("attachment {id}: attached is not {is_attached}")).collect())
+}
+
+/// What must not be left of a VM: it runs, and finally without disks.
+fn left(vm: &Vm, is_last: bool) -> Option<String> {
+    if vm.state != State::Running {
+        return Some(format!("{} is {:?}", vm.name, vm.state));
+    }
+    let paths: Vec<_> = vm.disks.values().map(|disk| disk.path.display().to_string()).collect();
+    (is_last && !paths.is_empty()).then(|| format!("{} has {}", vm.name, paths.join(", ")))
 }
 
 /// Compares files with the catalog, and reads all volumes.

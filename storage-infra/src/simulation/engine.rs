@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::faults::Fault;
 use super::world::{Data, Inode, SLOT, World};
-use super::{Check, Sim};
+use super::Sim;
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{
     Clearance, Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Files, Method, Object,
@@ -30,6 +30,13 @@ pub(super) struct SimEngine {
 
 fn failed(what: &str) -> EngineError {
     EngineError::Io { what: what.to_owned(), source: io::Error::other("a simulated error") }
+}
+
+impl Record {
+    /// Whether it is the record of the volume with this disk.
+    fn is_of(&self, disk: Uuid) -> bool {
+        matches!(self, Self::Volume(volume) if volume.disk_uuid == disk)
+    }
 }
 
 fn file_name(object: &Object) -> String {
@@ -106,7 +113,7 @@ impl SimEngine {
     fn refuse_open(&self, object: &Object, world: &World) -> Result<()> {
         for path in [self.file(object), self.part(object)] {
             let inode = world.inode(&path);
-            if Check::OpenFile.applies() && inode.is_some_and(|inode| world.is_locked(inode)) {
+            if inode.is_some_and(|inode| world.is_locked(inode)) {
                 return Err(EngineError::InUse(format!("the file of {object} is in use")));
             }
         }
@@ -173,7 +180,7 @@ impl SimEngine {
         let reader = format!("the copy to {}", record.object().map_or_else(String::new, |one| one.to_string()));
         match &source {
             // A move: the content is the volume's if nobody writes until it ends.
-            Some(Record::Volume(volume)) if volume.disk_uuid == record.identity() => return,
+            Some(Record::Volume(volume)) if record.is_of(volume.disk_uuid) => return,
             Some(Record::Volume(volume)) => world.oracle.read_volume(volume.disk_uuid, blocks, &reader),
             Some(Record::Snapshot(one)) => world.oracle.read_snapshot(&one.id, blocks, &reader),
             Some(Record::Pool(_)) | None => {}

@@ -31,6 +31,8 @@ pub(super) struct Late {
 pub(super) struct Faults {
     /// Number of the server that runs.
     pub(super) life: u32,
+    /// A server runs that is not active any more.
+    pub(super) is_old: bool,
     /// The server crashed.
     pub(super) is_dead: bool,
     /// It crashes at this pass of a fail point.
@@ -71,6 +73,11 @@ impl Faults {
         let crashes = !self.is_dead && is_due(&mut self.crash);
         self.is_dead |= crashes;
         crashes
+    }
+
+    /// Whether the server that runs crashed.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_dead && !self.is_old
     }
 
     pub(super) fn crash_after(&mut self, passes: u32) {

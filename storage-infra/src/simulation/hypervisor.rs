@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use super::faults::{Fault, Late};
 use super::world::{Job, Paused, State, Vm, VmDisk, World};
-use super::{Check, Sim};
+use super::Sim;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{
     AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
@@ -57,7 +57,8 @@ pub(super) enum By {
 pub(super) fn plug(world: &mut World, node: Uuid, disk: &Disk, by: By) -> Result<()> {
     let path = disk.source.file().map_err(HypervisorError::Refused)?.to_owned();
     let vm = running(world, node)?;
-    if vm.disks.contains_key(&disk.uuid) {
+    if let Some(has) = vm.disks.get_mut(&disk.uuid) {
+        has.is_foreign &= by == By::Others;
         return Ok(());
     }
     let (name, host) = (vm.name.clone(), vm.host.clone());
@@ -71,9 +72,10 @@ pub(super) fn plug(world: &mut World, node: Uuid, disk: &Disk, by: By) -> Result
         (vm.name.clone(), other.is_foreign || by == By::Others, vm.host == host)
     });
     if let Some((other, is_expected, is_same_host)) = holder.into_iter().next() {
-        if is_expected || is_same_host && Check::ImageLock.applies() {
+        if is_expected || is_same_host {
             return Err(HypervisorError::Refused(format!("{} is locked by {other}", path.display())));
         }
+        // Locks don't reach the other host.
         world.oracle.violated(format!("{name} and {other} have {} at the same time", path.display()));
     }
     let content = world.content(inode);
@@ -257,7 +259,7 @@ impl Hypervisor for SimHost {
         let disk = disk.clone();
         let life = self.sim.world().faults.life;
         self.effect(node, "attach", move |world| {
-            let by = if world.faults.life == life { By::Server } else { By::Others };
+            let by = if world.faults.life == life || world.faults.is_old { By::Server } else { By::Others };
             plug(world, node, &disk, by)
         })
         .await

@@ -41,7 +41,7 @@ use tokio::sync::Notify;
 use crate::engine::image_lock::{Holder, Process};
 use crate::engine::{EngineError, Result};
 use crate::lease::Lease;
-pub(crate) use mutations::Check;
+pub(crate) use mutations::applies;
 use world::{SLOT, World};
 
 thread_local! {
@@ -91,6 +91,9 @@ impl Sim {
     fn pass(&self, point: &str) {
         let (crashes, is_lost) = {
             let mut world = self.world();
+            if world.faults.is_old {
+                return;
+            }
             let crashes = world.faults.pass(point);
             if crashes {
                 world.note(|| format!("the server crashes at {point}"));
@@ -108,14 +111,14 @@ impl Sim {
 
     /// Ends the task if its server crashed.
     fn refuse_dead(&self) {
-        if self.world().faults.is_dead {
+        if self.world().faults.is_over() {
             std::panic::resume_unwind(Box::new(Crashed));
         }
     }
 
     /// Never returns if the server crashed: nothing that it began has an effect.
     pub(crate) async fn arrive(&self) {
-        let is_dead = self.world().faults.is_dead;
+        let is_dead = self.world().faults.is_over();
         if is_dead {
             std::future::pending::<()>().await;
         }

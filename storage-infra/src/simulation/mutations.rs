@@ -1,28 +1,37 @@
-//! Safety checks that a simulation can switch off, to show that it finds what they prevent.
+//! Safety checks that are switched off, to show that the simulation finds what they prevent.
 
 use std::cell::Cell;
+
+use crate::safety::Check;
 
 thread_local! {
     static OFF: Cell<Option<Check>> = const { Cell::new(None) };
 }
 
-/// A safety check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Check {
-    /// Of the simulated world, and never off alone: QEMU opens no image that another QEMU of the host has locked.
-    ImageLock,
-    /// Engines remove no file that a process of this host has open.
-    OpenFile,
+/// Each of these is found.
+pub(super) const MUTATIONS: [Check; 14] = [
+    Check::SingleWriter,
+    Check::EndedIds,
+    Check::LiveEvidence,
+    Check::ProofOfDetach,
+    Check::Lease,
+    Check::PauseForSwitch,
+    Check::Unpause,
+    Check::Resume,
+    Check::OpenFile,
+    Check::Switching,
+    Check::InterruptedCopy,
+    Check::ConsistentCopy,
+    Check::Unfinished,
+    Check::Discard,
+];
+
+/// Whether a check is made on this thread.
+pub(crate) fn applies(check: Check) -> bool {
+    OFF.get() != Some(check)
 }
 
-impl Check {
-    /// Whether the check is made.
-    pub(crate) fn applies(self) -> bool {
-        OFF.get() != Some(self)
-    }
-
-    /// Switches a check off on this thread; `None` switches all on.
-    pub(super) fn switch_off(check: Option<Self>) {
-        OFF.set(check);
-    }
+/// Switches a check off on this thread; `None` switches all on.
+pub(super) fn switch_off(check: Option<Check>) {
+    OFF.set(check);
 }

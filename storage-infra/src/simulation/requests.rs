@@ -41,15 +41,19 @@ pub(super) enum Answer {
     Refused(String),
     /// It must be repeated.
     Again(String),
+    /// It must be repeated once others have ended.
+    Blocked(String),
 }
 
 impl Answer {
     fn of(failure: &Failure, waits_for_others: bool) -> Self {
         let text = failure.to_string();
-        let is_again = failure.code().may_have_taken_effect()
-            || matches!(failure.code(), ProblemCode::Unavailable | ProblemCode::NotActive)
-            || waits_for_others && failure.code() == ProblemCode::InUse;
-        if is_again { Self::Again(text) } else { Self::Refused(text) }
+        match failure.code() {
+            ProblemCode::InUse if waits_for_others => Self::Blocked(text),
+            ProblemCode::Unavailable | ProblemCode::NotActive => Self::Again(text),
+            code if code.may_have_taken_effect() => Self::Again(text),
+            _ => Self::Refused(text),
+        }
     }
 }
 
@@ -175,15 +179,18 @@ impl Clients {
         });
     }
 
-    /// Sends everything again that is not answered for good. Returns what was not answered, with the last answer.
-    pub(super) fn again(&self, service: &Service) -> Vec<String> {
+    /// Sends everything again that is not answered for good. Returns what must end now, with the last answer: what is blocked only
+    /// if all has ended.
+    pub(super) fn again(&self, service: &Service, is_last: bool) -> Vec<String> {
         let open: Vec<(String, Wanted)> = {
             let table = self.table();
-            let is_open = |wanted: &&Wanted| matches!(wanted.answer, None | Some(Answer::Again(_)));
+            let is_open = |wanted: &&Wanted| !matches!(wanted.answer, Some(Answer::Done | Answer::Refused(_)));
             let open = table.iter().filter(|(_, wanted)| is_open(wanted));
             open.map(|(about, wanted)| (about.clone(), wanted.clone())).collect()
         };
-        let shown = open.iter().map(|(_, wanted)| format!("{:?}: {:?}", wanted.request, wanted.answer)).collect();
+        let counts = |wanted: &Wanted| is_last || !matches!(wanted.answer, Some(Answer::Blocked(_)));
+        let counted = open.iter().filter(|(_, wanted)| counts(wanted));
+        let shown = counted.map(|(_, wanted)| format!("{:?}: {:?}", wanted.request, wanted.answer)).collect();
         for (about, Wanted { number, request, .. }) in open {
             self.send(number, about, request, service);
         }
@@ -226,6 +233,16 @@ impl Clients {
             _ => None,
         };
         self.table().values().filter_map(created).collect()
+    }
+
+    /// Attachments that were answered for good: whether the disk is attached.
+    pub(super) fn attached(&self) -> Vec<(AttachmentId, bool)> {
+        let state = |wanted: &Wanted| match (&wanted.request, &wanted.answer) {
+            (Request::Attach(id, _), Some(Answer::Done)) => Some((id.clone(), true)),
+            (Request::Detach(id) | Request::Fence(id), Some(Answer::Done)) => Some((id.clone(), false)),
+            _ => None,
+        };
+        self.table().values().filter_map(state).collect()
     }
 
     /// Wants all disks detached.

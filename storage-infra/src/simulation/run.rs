@@ -17,13 +17,15 @@ use super::hypervisor::SimHost;
 use super::requests::Clients;
 use super::steps::Step;
 use super::world::{Directory, OWN_HOST, State, Vm, World};
-use super::{CURRENT, Check, Sim, checks};
+use super::mutations::switch_off;
+use super::{CURRENT, Sim, checks};
 use crate::app;
 use crate::catalog::{Catalog, NodeRow, PoolRow, Result as CatalogResult, Tx};
 use crate::engine::Engine;
 use crate::hypervisor::Hypervisor;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
+use crate::safety::Check;
 use crate::placement::{Host, Hosts};
 use crate::service::Service;
 
@@ -31,6 +33,12 @@ use crate::service::Service;
 const START_TIMEOUT: Duration = Duration::from_secs(600);
 /// Starts in a row that may fail.
 const MAX_STARTS: u32 = 30;
+/// Time from the end of a lease until another server is active.
+const TAKE_OVER: Duration = Duration::from_secs(5);
+/// Time for which a server goes on without its lease.
+const OLD_TIME: Duration = Duration::from_secs(60);
+/// For how long one of two servers runs alone.
+const OLD_SLICE: Duration = Duration::from_millis(500);
 /// Names of the hosts; the server runs on the first.
 const HOSTS: [&str; 2] = [OWN_HOST, "h1"];
 /// Number of VMs; the last one is on the other host.
@@ -99,8 +107,10 @@ struct Server {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Time,
-    /// The server crashed, or ended because another might be active.
-    Server,
+    /// The server crashed.
+    Crash,
+    /// Its lease ended.
+    Lost,
 }
 
 /// A simulation.
@@ -109,6 +119,8 @@ pub(super) struct Run {
     pub(super) catalog: Arc<Mutex<Connection>>,
     pub(super) clients: Clients,
     server: Option<Server>,
+    /// A server that is not active any more, and goes on until this time.
+    old: Option<(Server, Duration)>,
 }
 
 /// How a simulation ended.
@@ -122,9 +134,9 @@ pub(super) struct Outcome {
 /// Runs these steps.
 pub(super) fn run(seed: u64, steps: &[Step], off: Option<Check>, logs: bool) -> Outcome {
     let mut run = Run::new(seed, logs);
-    Check::switch_off(off);
+    switch_off(off);
     let done = run.take(steps);
-    Check::switch_off(None);
+    switch_off(None);
     let log = run.sim.world().log.take().unwrap_or_default();
     Outcome { violation: done.err(), log }
 }
@@ -140,7 +152,7 @@ impl Run {
         CURRENT.set(Some(sim.clone()));
         let passed = sim.clone();
         fail_point::set_hook(Some(Rc::new(move |point| passed.pass(point))));
-        Self { sim, catalog: Arc::new(Mutex::new(catalog)), clients: Clients::default(), server: None }
+        Self { sim, catalog: Arc::new(Mutex::new(catalog)), clients: Clients::default(), server: None, old: None }
     }
 
     fn take(&mut self, steps: &[Step]) -> Result<(), (usize, String)> {
@@ -198,7 +210,6 @@ impl Run {
             let recovered = tokio::select! {
                 biased;
                 () = self.sim.crashed.notified() => None,
-                () = lease.lost() => None,
                 done = tokio::time::timeout(START_TIMEOUT, recover) => Some(done),
             };
             self.sim.world().stop_clock();
@@ -260,9 +271,18 @@ impl Run {
                 let world = self.sim.world();
                 (world.now(), world.next_late().unwrap_or(end).min(end))
             };
-            if self.wait(next.saturating_sub(now)) == End::Server {
-                self.stop();
-                self.start()?;
+            let mut slice = next.saturating_sub(now);
+            if self.old.is_some() {
+                slice = slice.min(OLD_SLICE);
+                self.wait_old(slice);
+            }
+            match self.wait(slice) {
+                End::Time => {}
+                End::Crash => {
+                    self.stop();
+                    self.start()?;
+                }
+                End::Lost => self.replace()?,
             }
             if self.sim.world().now() >= end {
                 return Ok(());
@@ -270,19 +290,44 @@ impl Run {
         }
     }
 
+    /// The lease of the server ended. Another one becomes active after all calls of the old one that it began in time have ended;
+    /// the old one does not know yet.
+    fn replace(&mut self) -> Result<(), String> {
+        self.sim.world().note(|| "the server lost its lease".to_owned());
+        self.old = self.server.take().map(|server| (server, self.sim.world().now() + OLD_TIME));
+        for _ in 0..TAKE_OVER.as_millis() / OLD_SLICE.as_millis() {
+            self.wait_old(OLD_SLICE);
+            self.sim.world().sleep(OLD_SLICE);
+        }
+        self.start()
+    }
+
+    /// A server that is not active any more goes on, beside the active one.
+    fn wait_old(&mut self, time: Duration) {
+        let Some((old, until)) = &self.old else { return };
+        let now = self.sim.world().now();
+        if now >= *until {
+            self.old = None;
+            return;
+        }
+        self.sim.world().faults.is_old = true;
+        old.runtime.block_on(async { tokio::time::sleep(time).await });
+        self.sim.world().faults.is_old = false;
+    }
+
     fn wait(&mut self, time: Duration) -> End {
-        let Some(server) = &self.server else { return End::Server };
+        let Some(server) = &self.server else { return End::Crash };
         let ended = server.runtime.block_on(async {
             self.sim.world().start_clock();
             let ended = tokio::select! {
                 biased;
-                () = self.sim.crashed.notified() => End::Server,
-                () = server.lease.lost() => End::Server,
+                () = self.sim.crashed.notified() => End::Crash,
+                () = server.lease.lost() => End::Lost,
                 () = tokio::time::sleep(time) => End::Time,
             };
             self.sim.world().stop_clock();
             ended
         });
-        if self.sim.world().faults.is_dead { End::Server } else { ended }
+        if self.sim.world().faults.is_dead { End::Crash } else { ended }
     }
 }

@@ -2,14 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use super::Check;
+use super::mutations::MUTATIONS;
 use super::run::run;
 use super::steps::{Step, UNSAFE, draw};
+use crate::safety::Check;
 
 /// Steps of a seed.
 const STEPS: usize = 200;
 /// Seeds by default.
 const SEEDS: u64 = 5000;
+/// Seeds within which each safety check that is switched off is missed.
+const MUTATION_SEEDS: u64 = 2000;
 /// Time to minimise a list of steps.
 const MINIMISE: Duration = Duration::from_secs(60);
 
@@ -53,19 +56,46 @@ fn report(seed: u64, steps: Vec<Step>, violation: &(usize, String)) -> ! {
     );
 }
 
+/// Takes these seeds until one fails.
+fn first_failure(seeds: std::ops::Range<u64>, off: Check) -> Option<(u64, String)> {
+    seeds.into_iter().find_map(|seed| {
+        let (_, why) = run(seed, &draw(seed, STEPS, &UNSAFE), Some(off), false).violation?;
+        Some((seed, why))
+    })
+}
+
 #[test]
 fn whatever_happens_no_acknowledged_write_is_lost_and_everything_ends() {
     let first = number("NESTOR_SIMULATION_SEED");
     let count = if first.is_some() { 1 } else { number("NESTOR_SIMULATION_SEEDS").unwrap_or(SEEDS) };
     let first = first.unwrap_or(0);
-    let without = UNSAFE;
-    let start = Instant::now();
+    let goes_on = std::env::var_os("NESTOR_SIMULATION_GO_ON").is_some();
+    let (start, mut failed) = (Instant::now(), 0);
     for seed in first..first + count {
-        let steps = draw(seed, STEPS, &without);
-        if let Some(violation) = run(seed, &steps, None, false).violation {
+        let steps = draw(seed, STEPS, &UNSAFE);
+        let Some(violation) = run(seed, &steps, None, false).violation else { continue };
+        if !goes_on {
             report(seed, steps, &violation);
         }
+        failed += 1;
+        eprintln!("seed {seed}, after {} steps: {}", violation.0, violation.1);
     }
     let took = start.elapsed().as_secs_f64();
     eprintln!("{count} seeds of {STEPS} steps in {took:.1} s");
+    assert_eq!(failed, 0, "seeds failed");
+}
+
+#[test]
+fn each_safety_check_that_is_switched_off_is_missed() {
+    let mut missed = Vec::new();
+    for check in MUTATIONS {
+        let start = Instant::now();
+        let found = first_failure(0..MUTATION_SEEDS, check);
+        let took = start.elapsed().as_secs_f64();
+        match found {
+            Some((seed, why)) => eprintln!("without {check:?}, seed {seed} fails ({took:.1} s): {why}"),
+            None => missed.push(check),
+        }
+    }
+    assert!(missed.is_empty(), "nothing fails without {missed:?}");
 }

@@ -220,9 +220,14 @@ pub(super) fn heal(world: &mut World) {
         disks.into_iter().for_each(|disk| commit_overlay(world, node, disk));
         unpause(world, node, |why| why == Paused::Admin);
         let Some(vm) = world.vms.get_mut(&node) else { continue };
-        if vm.state == State::Off {
-            vm.state = State::Running;
-        }
         vm.disks.retain(|uuid, _| uuid.as_u128() < u128::MAX - 1000);
+    }
+    start_all(world);
+}
+
+/// Starts the VMs that are off.
+pub(super) fn start_all(world: &mut World) {
+    for vm in world.vms.values_mut().filter(|vm| vm.state == State::Off) {
+        vm.state = State::Running;
     }
 }

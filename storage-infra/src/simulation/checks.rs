@@ -7,7 +7,7 @@ use std::time::Duration;
 use infra_api::{AttachmentId, VolumeState};
 use uuid::Uuid;
 
-use super::acts::heal;
+use super::acts::{heal, start_all};
 use super::run::{Run, dir_of};
 use super::world::{Paused, State, Vm, World};
 use crate::catalog::{Catalog, Tx};
@@ -92,7 +92,9 @@ fn settle(run: &mut Run, is_last: bool) -> Result<(), String> {
         }
         run.pass(ROUND)?;
         after_step(run)?;
-        run.sim.world().copy_on();
+        let mut world = run.sim.world();
+        start_all(&mut world);
+        world.copy_on();
     }
     Err(format!("this does not end: {}", open.join("; ")))
 }

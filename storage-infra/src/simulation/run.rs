@@ -31,6 +31,8 @@ use crate::service::Service;
 
 /// Time for a start of the server.
 const START_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long a recovery runs until late calls are looked for again.
+const RECOVERY_SLICE: Duration = Duration::from_millis(100);
 /// Starts in a row that may fail.
 const MAX_STARTS: u32 = 30;
 /// Time from the end of a lease until another server is active.
@@ -203,34 +205,42 @@ impl Run {
         let catalog = Catalog::simulated(self.catalog.clone(), lease.clone(), self.sim.clone());
         let catalog = catalog.map_err(|error| error.to_string())?;
         let service = self.service_of(catalog);
-        let recovering = service.clone();
-        let recovered = runtime.block_on(async {
-            self.sim.world().start_clock();
-            let recover = tokio::spawn(async move { recovering.recover().await });
-            let recovered = tokio::select! {
-                biased;
-                () = self.sim.crashed.notified() => None,
-                done = tokio::time::timeout(START_TIMEOUT, recover) => Some(done),
-            };
-            self.sim.world().stop_clock();
-            recovered
-        });
-        let is_dead = self.sim.world().faults.is_dead;
-        let server = self.server.insert(Server { runtime, service, lease });
-        match recovered {
-            None => return Ok(false),
-            _ if is_dead => return Ok(false),
-            Some(Err(_)) => return Err("the server's recovery does not end".to_owned()),
-            Some(Ok(Err(error))) => return Err(format!("the server's recovery panicked: {error}")),
-            Some(Ok(Ok(Err(failure)))) => {
-                self.sim.world().note(|| format!("the server cannot start: {failure}"));
-                return Ok(false);
-            }
-            Some(Ok(Ok(Ok(())))) => {}
+        self.server = Some(Server { runtime, service, lease });
+        match self.recover()? {
+            End::Time => {}
+            End::Crash | End::Lost => return Ok(false),
         }
+        let Some(server) = &self.server else { return Ok(false) };
         let _entered = server.runtime.enter();
         app::periodic(&server.service, &CancellationToken::new());
         Ok(true)
+    }
+
+    /// Completes what the last server began. What comes late comes meanwhile.
+    fn recover(&self) -> Result<End, String> {
+        let Some(server) = &self.server else { return Ok(End::Crash) };
+        let recovering = server.service.clone();
+        let recovery = server.runtime.spawn(async move { recovering.recover().await });
+        let end = self.sim.world().now() + START_TIMEOUT;
+        while !recovery.is_finished() {
+            self.sim.world().come_late();
+            match self.wait(RECOVERY_SLICE) {
+                End::Time if self.sim.world().now() > end => return Err("the server's recovery does not end".to_owned()),
+                End::Time => {}
+                ended => return Ok(ended),
+            }
+        }
+        if self.sim.world().faults.is_dead {
+            return Ok(End::Crash);
+        }
+        match futures::FutureExt::now_or_never(recovery) {
+            Some(Ok(Err(failure))) => {
+                self.sim.world().note(|| format!("the server cannot start: {failure}"));
+                Ok(End::Crash)
+            }
+            Some(Err(error)) => Err(format!("the server's recovery panicked: {error}")),
+            Some(Ok(Ok(()))) | None => Ok(End::Time),
+        }
     }
 
     fn service_of(&self, catalog: Catalog) -> Service {
@@ -315,7 +325,7 @@ impl Run {
         self.sim.world().faults.is_old = false;
     }
 
-    fn wait(&mut self, time: Duration) -> End {
+    fn wait(&self, time: Duration) -> End {
         let Some(server) = &self.server else { return End::Crash };
         let ended = server.runtime.block_on(async {
             self.sim.world().start_clock();

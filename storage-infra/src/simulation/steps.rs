@@ -101,7 +101,7 @@ const WEIGHTS: [(Action, u32); 36] = [
 ];
 
 /// Acts of others than the server whose outcome is not right yet: see `docs/decisions/simulation.md`.
-pub(super) const UNSAFE: [Action; 2] = [Overlay, Commit];
+pub(super) const UNSAFE: [Action; 3] = [Pivot, Overlay, Commit];
 
 /// A step.
 #[derive(Clone, Copy, PartialEq, Eq)]

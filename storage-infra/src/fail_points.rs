@@ -17,8 +17,8 @@ use crate::engine::{
     Revisions,
 };
 use crate::hypervisor::{
-    self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, MirroredDisk, NodeFacts, PausedVm,
-    Presence,
+    self, AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, MirroredDisk, NodeFacts,
+    PausedVm, Presence,
 };
 use crate::lease::{Lease, NotActive};
 use crate::safety::Check;
@@ -218,8 +218,12 @@ impl Engine for Guarded<dyn Engine> {
 
 #[async_trait]
 impl Hypervisor for Guarded<dyn Hypervisor> {
-    async fn attach(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+    async fn attach(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<AttachedDisk> {
         self.effect("plug", self.0.attach(node, disk)).await
+    }
+
+    async fn undefine(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+        self.effect("undefine", self.0.undefine(node, disk)).await
     }
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<DetachOutcome> {
@@ -320,11 +324,15 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
         self.0.attached_disks().await
     }
 
+    async fn defined_disks(&self) -> hypervisor::Result<Vec<AttachedDisk>> {
+        self.0.defined_disks().await
+    }
+
     async fn running(&self) -> hypervisor::Result<HashSet<Uuid>> {
         self.0.running().await
     }
 
-    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> hypervisor::Result<()> {
+    async fn follow_events(&self, changed: &(dyn Fn(Changed) + Send + Sync)) -> hypervisor::Result<()> {
         self.0.follow_events(changed).await
     }
 

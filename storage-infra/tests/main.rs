@@ -21,6 +21,7 @@ mod host_attach;
 mod hosts;
 mod moves;
 mod nodes;
+mod outside_hands;
 mod pool_lock;
 mod pools;
 mod proven_off;

@@ -21,6 +21,10 @@ fn for_guest(cause: Option<ConditionCause>) -> &'static str {
         }
         Some(ConditionCause::DiskLost) => "the disk disappeared from a running VM",
         Some(ConditionCause::UnexpectedDisk) => "a VM has the disk without an attachment",
+        Some(ConditionCause::Altered) => {
+            "the disk in a VM was changed from outside, so that its data may be elsewhere; until the platform team has repaired \
+             that, the volume is not attached elsewhere, copied, expanded or deleted"
+        }
         Some(ConditionCause::Suspended) => "the platform team suspended the volume",
         Some(ConditionCause::Other) | None => "the volume is not healthy",
     }

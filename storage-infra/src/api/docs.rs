@@ -8,7 +8,7 @@ use serde_json::Value;
 use utoipa::OpenApi;
 
 use super::documentation::{ClientCertificates, Errors, Integers, RequestIds};
-use super::{budgets, events, handlers, moves, suspensions, transfers};
+use super::{alterations, budgets, events, handlers, moves, suspensions, transfers};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -41,6 +41,7 @@ use super::{budgets, events, handlers, moves, suspensions, transfers};
         transfers::export_snapshot,
         transfers::adopt_volume,
         transfers::release_volume,
+        alterations::accept_volume,
         suspensions::suspend_volume,
         suspensions::resume_volume,
         suspensions::suspend_pool,

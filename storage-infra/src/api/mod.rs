@@ -1,5 +1,6 @@
 //! REST API: translation between HTTP and [`crate::service`], without logic of its own.
 
+mod alterations;
 mod body;
 mod budgets;
 mod client;
@@ -66,6 +67,7 @@ pub fn router(service: Service, without_role: WithoutRole, stop: CancellationTok
             "/v1/volumes/{id}/suspension",
             put(suspensions::suspend_volume).delete(suspensions::resume_volume),
         )
+        .route("/v1/volumes/{id}/alteration", delete(alterations::accept_volume))
         .route("/v1/volumes/{id}/move", put(moves::move_volume).delete(moves::cancel_move))
         .route("/v1/pools/{name}/drain", put(moves::drain_pool).delete(moves::cancel_drain))
         .route("/v1/pools/{name}/suspension", put(suspensions::suspend_pool).delete(suspensions::resume_pool))

@@ -26,6 +26,7 @@ pub(super) enum Operation {
     ExportSnapshot,
     AdoptVolume,
     ReleaseVolume,
+    AcceptVolume,
     SuspendVolume,
     ResumeVolume,
     SuspendPool,
@@ -62,7 +63,7 @@ pub(super) enum Operation {
 use Operation::*;
 
 /// The operation of each method and route.
-const ROUTES: [(&str, &str, Operation); 50] = [
+const ROUTES: [(&str, &str, Operation); 51] = [
     ("GET", "/v1/pools", ListPools),
     ("GET", "/v1/pools/{name}", GetPool),
     ("PUT", "/v1/pools/{name}", PutPool),
@@ -80,6 +81,7 @@ const ROUTES: [(&str, &str, Operation); 50] = [
     ("GET", "/v1/volumes/{id}/data", ExportVolume),
     ("PUT", "/v1/volumes/{id}/adoption", AdoptVolume),
     ("PUT", "/v1/volumes/{id}/release", ReleaseVolume),
+    ("DELETE", "/v1/volumes/{id}/alteration", AcceptVolume),
     ("PUT", "/v1/volumes/{id}/suspension", SuspendVolume),
     ("DELETE", "/v1/volumes/{id}/suspension", ResumeVolume),
     ("PUT", "/v1/pools/{name}/suspension", SuspendPool),
@@ -133,8 +135,10 @@ pub(super) fn allows(role: Role, operation: Operation) -> bool {
         | GetAttachment | GetCapacity | GetEvents => &[Role::Driver, Role::Operator, Role::Reader],
         PutVolume | DeleteVolume | ExpandVolume | PutQos | PutOwner | PutBudget | DeleteBudget | PutNode
         | DeleteNode | PutAttachment | DeleteAttachment | AdoptVolume => &[Role::Driver, Role::Operator],
-        PutPool | DeletePool | DeleteSavedState | DeleteHost | SuspendVolume | ResumeVolume | SuspendPool
-        | ResumePool | MoveVolume | CancelMove | DrainPool | CancelDrain => &[Role::Operator],
+        PutPool | DeletePool | DeleteSavedState | DeleteHost | AcceptVolume | SuspendVolume
+        | ResumeVolume | SuspendPool | ResumePool | MoveVolume | CancelMove | DrainPool | CancelDrain => {
+            &[Role::Operator]
+        }
         PutImport | GetImport | ImportVolume | ExportVolume | ExportSnapshot | ReleaseVolume => {
             &[Role::Operator]
         }

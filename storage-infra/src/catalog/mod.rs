@@ -4,6 +4,7 @@
 //! SQLite runs in WAL mode with `synchronous=FULL`: a committed write survives a power failure, except for writes by
 //! [`Catalog::run_unsynced`]. An intent is committed here before its effect happens anywhere else.
 
+mod altered;
 mod attachments;
 pub mod backup;
 mod budgets;
@@ -29,6 +30,7 @@ use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, ErrorCode};
 
+pub use altered::AlteredDisk;
 pub use attachments::{AttachmentRow, Blank};
 pub use moves::MoveRow;
 pub use nodes::NodeRow;

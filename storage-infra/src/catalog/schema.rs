@@ -3,6 +3,7 @@
 use rusqlite::Connection;
 
 use super::CatalogError;
+use super::altered::ALTERED_DISKS;
 use super::budgets::ACCOUNTS;
 use super::moves::MOVES;
 use super::suspensions::SUSPENSIONS;
@@ -24,6 +25,7 @@ const MIGRATIONS: &[&str] = &[
     SUSPENSIONS,
     MOVES,
     POOL_HOSTS,
+    ALTERED_DISKS,
 ];
 
 const FIRST: &str = "

@@ -8,6 +8,7 @@ use infra_api::{MovePhase, PoolName, ProblemCode, Suspension, VolumeId};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::altered::AlteredDisk;
 use super::db::{self, OptionalExtension, Row, params};
 use super::suspensions::Suspended;
 use super::{CatalogError, Result, Tx, from_word, parse};
@@ -62,6 +63,8 @@ pub enum Hold {
     Release(PathBuf),
     /// It is suspended, by itself or with its pool: it must be neither attached nor changed.
     Suspended(Suspended, Suspension),
+    /// A disk of it in a VM is not as the server attached it: its content may be elsewhere.
+    Altered(AlteredDisk),
     /// It is being moved to or from this pool: its size must not change, and its file must exist.
     Moved(PoolName, MovePhase),
 }
@@ -72,7 +75,7 @@ impl Hold {
         match self {
             Self::Export | Self::Suspended(..) => true,
             Self::Moved(_, phase) => *phase != MovePhase::Switching,
-            Self::Release(_) => false,
+            Self::Release(_) | Self::Altered(_) => false,
         }
     }
 
@@ -80,7 +83,10 @@ impl Hold {
     pub fn allows_attaching(&self, read_only: bool) -> bool {
         match self {
             Self::Export => read_only,
-            Self::Release(_) | Self::Suspended(..) | Self::Moved(_, MovePhase::Switching) => false,
+            Self::Release(_)
+            | Self::Suspended(..)
+            | Self::Altered(_)
+            | Self::Moved(_, MovePhase::Switching) => false,
             Self::Moved(..) => true,
         }
     }
@@ -90,6 +96,7 @@ impl Hold {
         match self {
             Self::Suspended(..) => ProblemCode::Suspended,
             Self::Moved(..) => ProblemCode::Unavailable,
+            Self::Altered(_) => ProblemCode::InUse,
             Self::Export | Self::Release(_) => otherwise,
         }
     }
@@ -100,6 +107,9 @@ impl fmt::Display for Hold {
         match self {
             Self::Export => f.write_str("is being exported; retry after the export, or end it"),
             Self::Release(path) => write!(f, "is being released to {}; retry", path.display()),
+            Self::Altered(AlteredDisk { message, since, .. }) => {
+                write!(f, "is not used since {since}: {message}")
+            }
             Self::Moved(pool, MovePhase::Removing) => {
                 write!(f, "was moved, and its old file in the pool {pool} is being removed; retry")
             }
@@ -212,6 +222,9 @@ impl Tx<'_> {
         }
         if let Some(suspended) = self.suspended_hold(volume)? {
             return Ok(Some(suspended));
+        }
+        if let Some(altered) = self.altered_disks(volume)?.into_iter().next() {
+            return Ok(Some(Hold::Altered(altered)));
         }
         let sql = "SELECT 1 FROM exports WHERE volume = ?1 LIMIT 1";
         if self.0.prepare_cached(sql)?.exists([volume.as_str()])? {

@@ -179,11 +179,8 @@ mod tests {
     }
 
     fn attached_disk() -> (String, AttachedDisk) {
-        let (name, location) = ("vm".to_owned(), DiskLocation::File("/pool/v.raw".into()));
-        (
-            "here".to_owned(),
-            AttachedDisk { node: Uuid::from_u128(9), name, location, wwn: None, read_only: true },
-        )
+        let data = DiskLocation::File("/pool/v.raw".into());
+        ("here".to_owned(), AttachedDisk::of(Uuid::from_u128(9), data))
     }
 
     #[test]

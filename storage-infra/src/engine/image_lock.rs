@@ -117,13 +117,26 @@ fn openers(image: &Metadata) -> Vec<Process> {
     let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
     let opener = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
-        let mut files = fs::read_dir(entry.path().join("fd")).ok()?.flatten();
-        let has_it_open = pid != std::process::id()
-            && files.any(|file| fs::metadata(file.path()).is_ok_and(|meta| is_same(&meta, image)));
+        let process = entry.path();
+        let mut files = fs::read_dir(process.join("fd")).ok()?.flatten();
+        let has_it_open = pid != std::process::id() && files.any(|file| is_open_as(&process, &file, image));
         let name = || fs::read_to_string(entry.path().join("comm")).unwrap_or_default().trim().to_owned();
         has_it_open.then(|| Process { pid, name: name() })
     };
     processes.flatten().filter_map(opener).collect()
+}
+
+/// Whether an open file of a process is an image. The kernel tells the inode number without access to the file's filesystem,
+/// which may hang (`fdinfo`, Linux 5.14).
+fn is_open_as(process: &Path, file: &fs::DirEntry, image: &Metadata) -> bool {
+    // Sockets and pipes have no path.
+    if !fs::read_link(file.path()).is_ok_and(|path| path.is_absolute()) {
+        return false;
+    }
+    let info = fs::read_to_string(process.join("fdinfo").join(file.file_name())).unwrap_or_default();
+    let inode = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
+    inode.is_none_or(|inode: u64| inode == image.ino())
+        && fs::metadata(file.path()).is_ok_and(|meta| is_same(&meta, image))
 }
 
 /// The loop device of this host that is backed by an image.

@@ -5,8 +5,9 @@
 //!   link is a record of its device, because the node plugin must not take another device for it.
 //! - `loop`: this host stands in for every virtual machine, for tests.
 //!
-//! Setting up a device and creating its link are two steps. No one observes the state in between: callers keep the
-//! volume locked, and only devices of the volume's own file are changed.
+//! Setting up a device and creating its link are two steps, before which an incomplete link names the device that is going to
+//! be set up: after a crash in between, it tells that device from one that somebody else set up on the same file. Callers
+//! keep the volume locked. A device of somebody else is neither used nor detached, and nothing is attached beside it.
 //!
 //! Loop devices cannot be throttled, so QoS limits are stored and not applied. The number of disks is not limited.
 //!
@@ -18,24 +19,34 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use rustix::fs::{major, minor};
 use uuid::Uuid;
 
+use super::backing::{Backing, set_up};
 use super::host::ThisHost;
 use super::losetup::{Device, devices, losetup};
 use super::{
-    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, MirroredDisk, NodeFacts, PausedVm,
-    Power as NodePower, Presence, Result, wwn,
+    AttachedDisk, Changed, DetachOutcome, Disk, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
+    PausedVm, Power as NodePower, Presence, Result, wwn,
 };
 use crate::hypervisor::{DiskLocation, DiskSource};
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A device that the server set up for a disk.
+struct Own {
+    device: Device,
+    /// Whether its link is complete. Otherwise a crash left it so.
+    is_linked: bool,
+}
+
+/// How often a free device is looked for, before an attach fails.
+const SET_UP_ATTEMPTS: u32 = 3;
 
 /// Name prefix of links that are not complete.
 const INCOMPLETE_PREFIX: &str = ".new-";
@@ -58,37 +69,6 @@ enum Power {
 fn uncertain(action: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
     let what = format!("cannot {action} {}", path.display());
     move |error| HypervisorError::Uncertain(format!("{what}: {error}"))
-}
-
-/// The backing file of a disk, compared by inode because a path can be written in several ways.
-struct Backing {
-    path: PathBuf,
-    inode: u64,
-    filesystem: String,
-}
-
-impl Backing {
-    fn of(disk: &Disk) -> Result<Option<Self>> {
-        let path = disk.source.file().map_err(|why| {
-            HypervisorError::Unsupported(format!(
-                "only files are attached as loop devices of a host, and {why}"
-            ))
-        })?;
-        match fs::metadata(path) {
-            Ok(meta) => Ok(Some(Self {
-                path: path.to_owned(),
-                inode: meta.ino(),
-                filesystem: format!("{}:{}", major(meta.dev()), minor(meta.dev())),
-            })),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(uncertain("read the metadata of", path)(error)),
-        }
-    }
-
-    fn backs(&self, device: &Device) -> bool {
-        // Some versions of losetup pad the numbers with spaces.
-        device.inode == self.inode && device.filesystem.trim() == self.filesystem
-    }
 }
 
 fn no_copies(disk: &Disk) -> HypervisorError {
@@ -172,50 +152,91 @@ impl LoopDevices {
         Ok(stands.then_some(target))
     }
 
-    /// The device that a node's link points to, if the disk's file still backs it.
-    fn linked_device(&self, node: Uuid, disk: &Disk, devices: &[Device]) -> Result<Option<Device>> {
-        let Some(target) = self.target(&self.link(node, disk.uuid))? else { return Ok(None) };
-        let Some(backing) = Backing::of(disk)? else { return Ok(None) };
-        // After a reboot or a manual detach, the device number may stand for another file.
-        Ok(devices.iter().find(|device| device.name == target && backing.backs(device)).cloned())
+    /// The device that the server set up for a disk: the one of its link, or else of the link that a crash left incomplete.
+    fn own_device(&self, node: Uuid, disk: &Disk, devices: &[Device]) -> Result<Option<Own>> {
+        let backing = Backing::of(disk)?;
+        let device = |name: &Path| devices.iter().find(|device| device.name == name).cloned();
+        if let Some(target) = self.target(&self.link(node, disk.uuid))?
+            && let Some(device) = device(&target)
+            // After a reboot or a manual detach, the device number may stand for another file. The record of a host tells.
+            && (self.host.is_some() || backing.backs(&device))
+        {
+            return Ok(Some(Own { device, is_linked: true }));
+        }
+        let pending = self.pending(node, disk.uuid).and_then(|name| device(&name));
+        let pending = pending.filter(|device| backing.backs(device));
+        Ok(pending.map(|device| Own { device, is_linked: false }))
     }
 
     async fn attached_device(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
-        self.linked_device(node, disk, &devices().await?)
+        Ok(self.own_device(node, disk, &devices().await?)?.map(|own| own.device))
     }
 
-    fn set_link(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
-        let link = self.link(node, disk);
+    /// The device that an incomplete link names.
+    fn pending(&self, node: Uuid, disk: Uuid) -> Option<PathBuf> {
+        fs::read_link(self.incomplete_link(node, disk)).ok()
+    }
+
+    /// Fails if somebody else set up a device on the file.
+    fn refuse_others(&self, backing: &Backing, devices: &[Device]) -> Result<()> {
+        let linked = self.linked()?;
+        match devices.iter().find(|device| backing.backs(device) && !linked.contains(&device.name)) {
+            None => Ok(()),
+            Some(device) => Err(HypervisorError::Refused(format!(
+                "{0} is in use by the loop device {1}, which Nestor did not set up: stop what uses it, and detach it with \
+                 losetup --detach {1}",
+                backing.path.display(),
+                device.name.display()
+            ))),
+        }
+    }
+
+    /// Names the device that is going to be set up.
+    fn set_pending(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
         let dir = self.root.join(node.to_string());
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let fresh = self.incomplete_link(node, disk);
         remove(&fresh)?;
+        symlink(device, &fresh).map_err(uncertain("create", &fresh))
+    }
+
+    /// Completes the link to a device that is set up.
+    fn complete_link(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
+        let link = self.link(node, disk);
+        let fresh = self.incomplete_link(node, disk);
         if let Some(host) = self.host {
             host.record(&link, device)?;
         }
-        symlink(device, &fresh).map_err(uncertain("create", &fresh))?;
         let rename = || fs::rename(&fresh, &link);
         fail_point::around(|| Some("hypervisor.link".into()), rename).map_err(uncertain("create", &link))
     }
 
-    async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {
-        let attempt = |direct: bool| {
-            let mut arguments: Vec<&std::ffi::OsStr> = vec!["--find".as_ref(), "--show".as_ref()];
-            if direct {
-                arguments.push("--direct-io=on".as_ref());
+    /// Sets up a free device. Another program may take the same one: then it tries the next.
+    async fn set_up(&self, node: Uuid, disk: &Disk, path: &Path) -> Result<PathBuf> {
+        let mut attempt = 1;
+        loop {
+            let free = losetup(None, &["--find".as_ref()]).await?;
+            let free = PathBuf::from(free.trim());
+            self.set_pending(node, disk.uuid, &free)?;
+            match set_up(&free, disk, path).await {
+                Ok(()) => return Ok(free),
+                Err(_) if attempt < SET_UP_ATTEMPTS => attempt += 1,
+                Err(error) => return Err(HypervisorError::Refused(error.to_string())),
             }
-            if disk.read_only {
-                arguments.push("--read-only".as_ref());
-            }
-            arguments.push(path.as_os_str());
-            async move { losetup(&arguments).await }
-        };
-        // Without direct I/O every page would be cached twice; some filesystems do not support it.
-        let name = match attempt(true).await {
-            Ok(name) => name,
-            Err(_) => attempt(false).await.map_err(|e| HypervisorError::Refused(e.to_string()))?,
-        };
-        Ok(PathBuf::from(name.trim()))
+        }
+    }
+}
+
+fn attached_disk(node: Uuid, wwn: Option<String>, device: Device) -> AttachedDisk {
+    AttachedDisk {
+        node,
+        name: node.to_string(),
+        target: device.name.display().to_string(),
+        layers: device.file.map(DiskLocation::File).into_iter().collect(),
+        wwn,
+        read_only: device.read_only,
+        settings: None,
+        job: None,
     }
 }
 
@@ -275,16 +296,16 @@ impl Hypervisor for LoopDevices {
         Ok(HashSet::new())
     }
 
-    async fn follow_events(&self, _changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+    async fn follow_events(&self, _: &(dyn Fn(Changed) + Send + Sync)) -> Result<()> {
         std::future::pending().await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let devices = devices().await?;
-        let mut present = HashSet::new();
+        let mut present = HashMap::new();
         for disk in disks {
-            if self.linked_device(node, disk, &devices)?.is_some() {
-                present.insert(disk.uuid);
+            if let Some(own) = self.own_device(node, disk, &devices)? {
+                present.insert(disk.uuid, attached_disk(node, Some(disk.wwn()), own.device));
             }
         }
         Ok(Presence { facts: self.facts(node)?, disks: present })
@@ -299,51 +320,64 @@ impl Hypervisor for LoopDevices {
             for link in list(&dir)?.into_iter().filter(|link| !is_incomplete(link)) {
                 let Some(target) = self.target(&link)? else { continue };
                 let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
-                let Some(file) = device.file.clone() else { continue };
                 let link = link.file_name().and_then(|link| link.to_str()?.strip_prefix("wwn-0x"));
-                let (name, wwn) = (name.clone(), link.map(str::to_owned));
-                found.push(AttachedDisk {
-                    node,
-                    name,
-                    location: DiskLocation::File(file),
-                    wwn,
-                    read_only: device.read_only,
-                });
+                found.push(attached_disk(node, link.map(str::to_owned), device.clone()));
             }
         }
         Ok(found)
     }
 
-    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn defined_disks(&self) -> Result<Vec<AttachedDisk>> {
+        Ok(Vec::new())
+    }
+
+    async fn undefine(&self, _: Uuid, _: &Disk) -> Result<()> {
+        Ok(())
+    }
+
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk> {
         if self.power(node)? == Power::Off {
             return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
-        let Some(backing) = Backing::of(disk)? else {
-            return Err(HypervisorError::Refused(format!("{} does not exist", disk.source.location())));
-        };
         let devices = devices().await?;
-        if let Some(device) = self.linked_device(node, disk, &devices)? {
-            if device.autoclear {
+        let device = match self.own_device(node, disk, &devices)? {
+            Some(Own { device, .. }) if device.autoclear => {
                 return Err(HypervisorError::Uncertain(format!(
                     "{} is being detached and still in use; unmount it, then retry",
                     device.name.display()
                 )));
             }
-            return Ok(());
-        }
-        // A crash between the two steps leaves a device without a link; reuse it.
-        let linked = self.linked()?;
-        let unlinked = devices.into_iter().find(|device| {
-            backing.backs(device)
-                && !linked.contains(&device.name)
-                && device.read_only == disk.read_only
-                && !device.autoclear
-        });
-        let device = match unlinked {
-            Some(device) => device.name,
-            None => self.set_up(disk, &backing.path).await?,
+            Some(Own { device, is_linked: true }) => {
+                return Ok(attached_disk(node, Some(disk.wwn()), device));
+            }
+            Some(Own { device, .. }) if device.read_only == disk.read_only => device.name,
+            Some(Own { device, .. }) => {
+                return Err(HypervisorError::Uncertain(format!(
+                    "{} is set up with another access mode; detach the disk, then retry",
+                    device.name.display()
+                )));
+            }
+            None => {
+                let backing = Backing::of(disk)?;
+                if !backing.exists() {
+                    return Err(HypervisorError::Refused(format!(
+                        "{} does not exist",
+                        disk.source.location()
+                    )));
+                }
+                self.refuse_others(&backing, &devices)?;
+                self.set_up(node, disk, &backing.path).await?
+            }
         };
-        self.set_link(node, disk.uuid, &device)
+        self.complete_link(node, disk.uuid, &device)?;
+        match self.attached_device(node, disk).await? {
+            Some(device) => Ok(attached_disk(node, Some(disk.wwn()), device)),
+            None => Err(HypervisorError::Uncertain(format!(
+                "{} was set up and is not {} now",
+                device.display(),
+                disk.source.location()
+            ))),
+        }
     }
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
@@ -359,23 +393,12 @@ impl Hypervisor for LoopDevices {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        let mut now = devices().await?;
-        let linked = self.linked_device(node, disk, &now)?.map(|device| device.name);
-        let others = self.linked()?;
         let mut requested = false;
         let mut pause = Duration::from_millis(5);
-        while let Some(backing) = Backing::of(disk)? {
-            // Also detach a device that a crash left without a link, so that no device of the file remains.
-            let is_ours = |device: &Device| {
-                backing.backs(device)
-                    && (Some(&device.name) == linked.as_ref() || !others.contains(&device.name))
-            };
-            let ours: Vec<Device> = now.into_iter().filter(is_ours).collect();
-            let Some(device) = ours.first() else { break };
-            if !requested || ours.iter().any(|device| !device.autoclear) {
-                for device in &ours {
-                    losetup(&["--detach".as_ref(), device.name.as_os_str()]).await?;
-                }
+        // The device is found by its link, also if the file is missing or another one.
+        while let Some(device) = self.attached_device(node, disk).await? {
+            if !requested || !device.autoclear {
+                losetup(Some("detach"), &["--detach".as_ref(), device.name.as_os_str()]).await?;
                 requested = true;
             } else if start.elapsed() > DETACH_TIMEOUT {
                 return Ok(DetachOutcome::StillAttached(format!(
@@ -386,7 +409,6 @@ impl Hypervisor for LoopDevices {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(200));
             }
-            now = devices().await?;
         }
         remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
@@ -398,7 +420,10 @@ impl Hypervisor for LoopDevices {
 
     async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
         match self.attached_device(node, disk).await? {
-            Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
+            Some(device) => {
+                let arguments = ["--set-capacity".as_ref(), device.name.as_os_str()];
+                losetup(Some("set_capacity"), &arguments).await.map(drop)
+            }
             None => Err(HypervisorError::Refused(format!("the disk {} is not attached", disk.uuid))),
         }
     }

@@ -1,5 +1,6 @@
 //! The program `losetup`, and the loop devices that it lists.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use serde::Deserialize;
@@ -53,11 +54,9 @@ struct Devices {
     loopdevices: Vec<Listed>,
 }
 
-/// Runs it and returns its output.
-pub(super) async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
-    let first = arguments.first().map(|argument| argument.to_string_lossy());
-    let verb = first.as_deref().map(|first| first.trim_start_matches('-')).filter(|verb| *verb != "list");
-    let point = || verb.map(|verb| format!("hypervisor.losetup.{verb}"));
+/// Runs it and returns its output. `effect` names a change, for its fail points.
+pub(super) async fn losetup(effect: Option<&str>, arguments: &[&OsStr]) -> Result<String> {
+    let point = || effect.map(|effect| format!("hypervisor.losetup.{effect}"));
     let run = Command::new("losetup").args(arguments).output();
     let output = fail_point::around_async(point, run)
         .await
@@ -72,8 +71,8 @@ pub(super) async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
 /// Lists all loop devices in use, as the kernel reports them.
 pub(super) async fn devices() -> Result<Vec<Device>> {
     let columns = "NAME,BACK-FILE,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
-    let text =
-        losetup(&["--list".as_ref(), "--json".as_ref(), "--output".as_ref(), columns.as_ref()]).await?;
+    let list = ["--list", "--json", "--output", columns].map(AsRef::as_ref);
+    let text = losetup(None, &list).await?;
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }

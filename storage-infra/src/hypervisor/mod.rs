@@ -1,8 +1,10 @@
 //! Hypervisors: attach disks to virtual machines. Which disks are attached is always read from live state, never from
 //! records.
 
+mod backing;
 mod host;
 pub mod libvirt;
+mod live;
 pub mod loop_device;
 mod losetup;
 pub mod simulated;
@@ -16,6 +18,7 @@ use uuid::Uuid;
 
 use crate::lease::NotActive;
 
+pub use live::{AttachedDisk, BlockJob, Described, Difference, Settings};
 pub use source::{CephClient, DiskLocation, DiskSource, RbdImage, RbdSource};
 
 /// Why a hypervisor call failed, classified by what is known about the disk afterwards.
@@ -39,6 +42,10 @@ pub enum HypervisorError {
     /// The virtual machine has migrated to another host with its disks. The hypervisor still has its configuration.
     #[error("{0}")]
     Migrated(String),
+    /// Somebody else has changed the disk: its writes go elsewhere than to its data, or it has another serial. It stays
+    /// attached.
+    #[error("the disk {} of {} is not as it was attached", .0.target, .0.name)]
+    Altered(Box<AttachedDisk>),
     /// The hypervisor does not respond. The outcome is unknown.
     #[error("{0}")]
     Unreachable(String),
@@ -73,6 +80,15 @@ impl Disk {
     /// The disk's World Wide Name (WWN): the first 16 hex digits of its UUID.
     pub fn wwn(&self) -> String {
         wwn(self.uuid)
+    }
+
+    /// Whether no flushed write is lost with this cache mode of a hypervisor. Files bypass the host's cache; a Ceph client has
+    /// a cache of its own, which obeys flushes in every mode but this one.
+    fn allows_cache(&self, mode: &str) -> bool {
+        match self.source {
+            DiskSource::File(_) => mode == self.source.cache(&self.options).to_string(),
+            DiskSource::Rbd(_) => mode != "unsafe",
+        }
     }
 }
 
@@ -128,28 +144,22 @@ pub struct NodeFacts {
     pub host: Option<Uuid>,
 }
 
+/// What an event of a hypervisor is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Changed {
+    /// A virtual machine started, stopped, was paused, resumed or defined, or moved to another host.
+    Vm,
+    /// A block job of a disk became ready or ended.
+    Disk,
+}
+
 /// Which disks a virtual machine has attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Presence {
     /// Facts about the virtual machine.
     pub facts: NodeFacts,
-    /// UUIDs of those of the requested disks that are attached.
-    pub disks: HashSet<Uuid>,
-}
-
-/// Data that a virtual machine has attached as a disk, whether the server attached it or someone else.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AttachedDisk {
-    /// UUID of the virtual machine.
-    pub node: Uuid,
-    /// Name of the virtual machine at the hypervisor.
-    pub name: String,
-    /// Where the data is.
-    pub location: DiskLocation,
-    /// The disk's WWN, if it has one in the form of a disk UUID's WWN.
-    pub wwn: Option<String>,
-    /// Whether the virtual machine cannot write.
-    pub read_only: bool,
+    /// Those of the requested disks that are attached, by their UUID: with its serial, or with its data under another one.
+    pub disks: HashMap<Uuid, AttachedDisk>,
 }
 
 /// A virtual machine that its hypervisor paused after an I/O error.
@@ -223,9 +233,9 @@ pub trait Hypervisor: Send + Sync {
     /// tell.
     async fn running(&self) -> Result<HashSet<Uuid>>;
 
-    /// Calls back at every event that may mean that a virtual machine started, stopped or moved. Returns when the connection
+    /// Calls back at every event that may mean that virtual machines or their disks changed. Returns when the connection
     /// ends; without events, never.
-    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> Result<()>;
+    async fn follow_events(&self, changed: &(dyn Fn(Changed) + Send + Sync)) -> Result<()>;
 
     /// Finds which of these disks a virtual machine has attached.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;
@@ -233,10 +243,19 @@ pub trait Hypervisor: Send + Sync {
     /// Lists all disks that any virtual machine has attached.
     async fn attached_disks(&self) -> Result<Vec<AttachedDisk>>;
 
-    /// Attaches a disk and returns when live state shows it. Succeeds if it is already attached.
-    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()>;
+    /// Lists the disks in the persistent definitions of virtual machines, which they get when they start. The server
+    /// attaches none there.
+    async fn defined_disks(&self) -> Result<Vec<AttachedDisk>>;
 
-    /// Detaches a disk and reports whether live state no longer has it.
+    /// Removes a disk with this UUID and this data from the persistent definition of a virtual machine. Its live state stays.
+    async fn undefine(&self, node: Uuid, disk: &Disk) -> Result<()>;
+
+    /// Attaches a disk and returns when live state shows it. Succeeds if it is already attached, as live state then shows
+    /// it.
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk>;
+
+    /// Detaches a disk and reports whether live state no longer has it. Does not request it while the disk's writes go
+    /// elsewhere than to its data.
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome>;
 
     /// Resizes an attached disk to the volume's new size.

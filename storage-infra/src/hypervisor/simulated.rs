@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, Mirror, MirroredDisk, NodeFacts,
-    PausedVm, Power, Presence, Result, wwn,
+    AttachedDisk, BlockJob, Changed, DetachOutcome, Disk, Hypervisor, HypervisorError, Mirror, MirroredDisk,
+    NodeFacts, PausedVm, Power, Presence, Result, wwn,
 };
 use crate::hypervisor::{DiskLocation, DiskSource};
 
@@ -46,6 +46,22 @@ struct DiskRecord {
     /// The file into which it is copied.
     #[serde(default)]
     mirror: Option<PathBuf>,
+}
+
+impl DiskRecord {
+    fn into_disk(self, node: Uuid, uuid: Option<Uuid>) -> AttachedDisk {
+        let job = |to| BlockJob { is_commit: false, to: DiskLocation::File(to) };
+        AttachedDisk {
+            node,
+            name: node.to_string(),
+            target: uuid.unwrap_or_default().to_string(),
+            layers: vec![DiskLocation::File(self.path)],
+            wwn: uuid.map(wwn),
+            read_only: self.read_only,
+            settings: None,
+            job: self.mirror.map(job),
+        }
+    }
 }
 
 fn facts(power: Power) -> NodeFacts {
@@ -161,16 +177,16 @@ impl Hypervisor for Simulated {
         Ok(HashSet::new())
     }
 
-    async fn follow_events(&self, _changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+    async fn follow_events(&self, _: &(dyn Fn(Changed) + Send + Sync)) -> Result<()> {
         std::future::pending().await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let power = self.state(node).await?;
-        let mut present = HashSet::new();
+        let mut present = HashMap::new();
         for disk in disks {
             if self.has(node, disk) {
-                present.insert(disk.uuid);
+                present.insert(disk.uuid, self.record(node, disk)?.into_disk(node, Some(disk.uuid)));
             }
         }
         Ok(Presence { facts: facts(power), disks: present })
@@ -188,20 +204,21 @@ impl Hypervisor for Simulated {
                     continue;
                 };
                 let uuid = path.file_name().and_then(|name| name.to_str()?.parse().ok());
-                let (name, wwn) = (name.clone(), uuid.map(wwn));
-                all.push(AttachedDisk {
-                    node,
-                    name,
-                    location: DiskLocation::File(record.path),
-                    wwn,
-                    read_only: record.read_only,
-                });
+                all.push(record.into_disk(node, uuid));
             }
         }
         Ok(all)
     }
 
-    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn defined_disks(&self) -> Result<Vec<AttachedDisk>> {
+        Ok(Vec::new())
+    }
+
+    async fn undefine(&self, _: Uuid, _: &Disk) -> Result<()> {
+        Ok(())
+    }
+
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk> {
         if self.state(node).await? != RUNNING {
             return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
@@ -210,7 +227,8 @@ impl Hypervisor for Simulated {
         fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let file = disk.source.file().map_err(HypervisorError::Refused)?;
         let record = DiskRecord { path: file.to_owned(), read_only: disk.read_only, mirror: None };
-        write(&path, &record)
+        write(&path, &record)?;
+        Ok(record.into_disk(node, Some(disk.uuid)))
     }
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
@@ -326,11 +344,11 @@ mod tests {
         let found = hypervisor().attached_disks().await.unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(
-            (found[0].node, found[0].location.to_string(), found[0].read_only),
+            (found[0].node, found[0].location().unwrap().to_string(), found[0].read_only),
             (node, "/pool/volume".to_owned(), true)
         );
         let presence = hypervisor().presence(node, std::slice::from_ref(&disk)).await.unwrap();
-        assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));
+        assert_eq!((presence.facts.power, presence.disks.contains_key(&disk.uuid)), (RUNNING, true));
         assert_eq!(hypervisor().detach(node, &disk).await.unwrap(), DetachOutcome::Detached);
         assert!(hypervisor().attached_disks().await.unwrap().is_empty());
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use infra_api::{DiskCache, DiskOptions};
 use uuid::Uuid;
 
 /// Storage that a hypervisor opens as a disk.
@@ -20,6 +21,14 @@ impl DiskSource {
         match self {
             Self::File(path) => DiskLocation::File(path.clone()),
             Self::Rbd(source) => DiskLocation::Rbd(source.image.clone()),
+        }
+    }
+
+    /// The cache mode with which it is opened.
+    pub fn cache(&self, options: &DiskOptions) -> DiskCache {
+        match self {
+            Self::File(_) => DiskCache::None,
+            Self::Rbd(_) => options.cache.unwrap_or(DiskCache::None),
         }
     }
 

@@ -83,7 +83,7 @@ impl Recovery {
             match disks {
                 Ok(disks) => {
                                         attached_disks.extend(disks.into_iter().map(|mut disk| {
-                                            disk.location = canonical(disk.location);
+                                            disk.layers = disk.layers.into_iter().map(canonical).collect();
                                             FoundDisk { hypervisor: name.clone(), disk }
                     }));
                 }

@@ -185,15 +185,21 @@ impl Plan {
             .collect();
         for FoundDisk { hypervisor, disk } in attached_disks {
             let vm = format!("the virtual machine {} ({}) on hypervisor {hypervisor}", disk.name, disk.node);
-            let Some(row) = files.get(&disk.location) else {
-                if scans.iter().any(|scan| scan.place.contains(&disk.location)) {
+            let Some(row) = disk.layers.iter().find_map(|data| files.get(data)) else {
+                let in_pool = |data: &&DiskLocation| scans.iter().any(|scan| scan.place.contains(data));
+                if let Some(data) = disk.layers.iter().find(in_pool) {
                     self.conflicts.push(format!(
-                        "{vm} has {} attached, and no record says which volume that is; detach it from the virtual machine first",
-                        disk.location
+                        "{vm} has {data} attached, and no record says which volume that is; detach it from the virtual machine first"
                     ));
                 }
                 continue;
             };
+            if disk.location().and_then(|data| files.get(data)).is_none() {
+                self.conflicts.push(format!(
+                    "{vm} writes to a layer over the data of volume {}: commit it with virsh blockcommit --active --pivot first",
+                    row.id
+                ));
+            }
             let known = |one: &&AttachmentRow| one.volume == row.id && one.node == disk.node;
             if self.attachments.iter().any(|one| known(&one)) {
                 continue;

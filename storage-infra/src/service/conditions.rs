@@ -25,6 +25,8 @@ struct KnownErrors {
     unexpected_disks: Vec<(VolumeId, UnexpectedDisk)>,
     /// By hypervisor: volumes that got no space, so that their VM is paused.
     paused: HashMap<String, HashMap<VolumeId, String>>,
+    /// By hypervisor: volumes whose data is a disk in the persistent definition of a VM.
+    defined: HashMap<String, HashMap<VolumeId, String>>,
 }
 
 /// Why a volume's data is not available.
@@ -100,7 +102,9 @@ impl Conditions {
             let (_, one) = errors.unexpected_disks.iter().find(|(of, _)| of == id)?;
             Some((ConditionCause::UnexpectedDisk, &one.message))
         };
-        let found = data.or_else(paused).or_else(lost).or_else(unexpected);
+        let defined =
+            || Some((ConditionCause::Altered, errors.defined.values().find_map(|all| all.get(id))?));
+        let found = data.or_else(paused).or_else(lost).or_else(unexpected).or_else(defined);
         let (cause, message) = found.map(|(cause, message)| (cause, message.clone())).unzip();
         Condition { healthy: message.is_none(), cause, message }
     }
@@ -128,6 +132,15 @@ impl Conditions {
     /// Sets the volumes that got no space in VMs of this hypervisor.
     pub(super) fn set_paused_volumes(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
         let before = self.known().paused.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
+        for volume in changed(&before, &volumes) {
+            log_volume(&volume, volumes.get(&volume).map(String::as_str));
+            self.core.emit(EventKind::Volume, volume, Change::Updated);
+        }
+    }
+
+    /// Sets the volumes whose data is a disk in the persistent definition of a VM of this hypervisor.
+    pub(super) fn set_defined(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
+        let before = self.known().defined.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
         for volume in changed(&before, &volumes) {
             log_volume(&volume, volumes.get(&volume).map(String::as_str));
             self.core.emit(EventKind::Volume, volume, Change::Updated);

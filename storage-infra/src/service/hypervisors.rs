@@ -13,7 +13,7 @@ use super::core::now;
 use super::problems::Result;
 use super::ticker::Ticker;
 use crate::fail_points;
-use crate::hypervisor::{AttachedDisk, Hypervisor};
+use crate::hypervisor::{AttachedDisk, Changed, Hypervisor};
 use crate::lease::Lease;
 
 /// Last list of attached disks, with the time at which the query started.
@@ -90,13 +90,19 @@ impl Hypervisors {
     /// Follows the events of all hypervisors until stopped. An event of one concerns all: a VM that leaves one has come to
     /// another.
     pub(super) async fn run_events(&self, stop: &CancellationToken) {
-        let notify = || self.0.values().for_each(|one| one.domains.notify_one());
+        let notify = |name: &str, what: Changed| {
+            self.search_now(name);
+            if what == Changed::Vm {
+                self.0.values().for_each(|one| one.domains.notify_one());
+            }
+        };
         let notify = &notify;
         let follow = |name| async move {
             let Ok(own) = self.get(name) else { return };
+            let notify = move |what| notify(name, what);
             let mut ticker = Ticker::every(RECONNECT, stop.clone());
             while ticker.tick().await {
-                let ended = tokio::select! { () = stop.cancelled() => return, ended = own.follow_events(notify) => ended };
+                let ended = tokio::select! { () = stop.cancelled() => return, ended = own.follow_events(&notify) => ended };
                 if let Err(error) = ended {
                     tracing::debug!(hypervisor = name, %error, "cannot follow the events; its VMs are polled");
                 }

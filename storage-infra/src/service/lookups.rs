@@ -1,11 +1,14 @@
 //! Lookups in the catalog that fail with a problem if an object does not exist or is not ready.
 
 use infra_api::{
-    MovePhase, NodeRef, ObjectKind, PoolName, Problem, ProblemCode, SnapshotId, VolumeId, VolumeState,
+    EngineKind, MovePhase, NodeRef, ObjectKind, PoolName, Problem, ProblemCode, SnapshotId, VolumeId,
+    VolumeState,
 };
 
 use super::problems::{Failure, Result};
 use crate::catalog::{AttachmentRow, MoveRow, PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::engine::RbdLocation;
+use crate::hypervisor::DiskLocation;
 use crate::scope::Scope;
 use crate::safety::Check;
 
@@ -103,4 +106,18 @@ pub(super) fn refuse_writers(tx: &Tx<'_>, id: &VolumeId, detail: impl FnOnce(&st
 pub(super) fn node_refs(tx: &Tx<'_>, attachments: &[AttachmentRow]) -> Result<Vec<NodeRef>> {
     let name = |uuid| Ok::<_, Failure>(tx.node(uuid)?.map(|node| node.spec.name).unwrap_or_default());
     attachments.iter().map(|a| Ok(NodeRef { uuid: a.node, name: name(a.node)? })).collect()
+}
+
+/// The volume to which a file or an image in a pool belongs by its name.
+pub(super) fn volume_at(pool: &PoolRow, location: &DiskLocation) -> Option<VolumeId> {
+    let name = match (pool.spec.engine, location) {
+        (EngineKind::File, DiskLocation::File(path)) => {
+            path.strip_prefix(&pool.spec.path).ok()?.to_str()?.strip_suffix(".raw")?.to_owned()
+        }
+        (EngineKind::Rbd, DiskLocation::Rbd(image)) => {
+            pool.spec.path.parse::<RbdLocation>().ok()?.name_of(image)?.to_owned()
+        }
+        _ => return None,
+    };
+    VolumeId::new(name).ok()
 }

@@ -67,7 +67,7 @@ use crate::metrics::Metrics;
 use crate::placement::Hosts;
 use attachments::Retries;
 use conditions::Conditions;
-use disks::Disks;
+use disks::{Comparison, Disks};
 use files::{Copies, ObjectFiles};
 use hypervisors::Hypervisors;
 use pools::{Engines, RevisionCheck};
@@ -167,12 +167,15 @@ impl Service {
             file_dirs,
         ));
         let copies = Arc::new(Copies::new(engines.clone(), files.clone()));
+        let comparison =
+            Arc::new(Comparison::new(core.clone(), engines.clone(), hypervisors.clone(), conditions.clone()));
         let disks = Arc::new(Disks::new(
             core.clone(),
             engines.clone(),
             hypervisors.clone(),
             power.clone(),
             records.clone(),
+            comparison.clone(),
         ));
         let unexpected_disks = Arc::new(UnexpectedDisks::new(
             core.clone(),
@@ -180,6 +183,7 @@ impl Service {
             revisions.clone(),
             hypervisors.clone(),
             conditions.clone(),
+            comparison.clone(),
         ));
         let retries = Arc::new(Retries::default());
         let attachments = Arc::new(Attachments::new(
@@ -213,6 +217,7 @@ impl Service {
             copies.clone(),
             conditions.clone(),
             unexpected_disks.clone(),
+            comparison.clone(),
         ));
         let volume_changes = Arc::new(VolumeChanges::new(
             core.clone(),
@@ -221,6 +226,7 @@ impl Service {
             disks.clone(),
             records.clone(),
             volumes.clone(),
+            comparison.clone(),
         ));
         let snapshots = Arc::new(Snapshots::new(
             core.clone(),
@@ -228,6 +234,7 @@ impl Service {
             capacity.clone(),
             files.clone(),
             copies.clone(),
+            comparison,
         ));
         let transfers = Arc::new(Transfers::new(
             core.clone(),

@@ -112,6 +112,7 @@ impl From<HypervisorError> for Failure {
         let code = match &error {
             HypervisorError::NotRunning(_) => ProblemCode::NodeNotRunning,
             HypervisorError::Full(_) => ProblemCode::TooManyDisks,
+            HypervisorError::Altered(_) => ProblemCode::InUse,
             HypervisorError::Unsupported(_) => ProblemCode::NotReachable,
             HypervisorError::NotActive(_)
             | HypervisorError::Refused(_)

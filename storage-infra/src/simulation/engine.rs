@@ -178,16 +178,16 @@ impl SimEngine {
     fn copied_object(&self, world: &mut World, from: &Path, record: &Record, blocks: &[u64]) {
         let source = world.inode(from).and_then(|inode| world.file(inode).record.clone());
         let reader = format!("the copy to {}", record.object().map_or_else(String::new, |one| one.to_string()));
-        match &source {
+        let wrong = match &source {
             // A move: the content is the volume's if nobody writes until it ends.
             Some(Record::Volume(volume)) if record.is_of(volume.disk_uuid) => return,
-            Some(Record::Volume(volume)) => world.oracle.read_volume(volume.disk_uuid, blocks, &reader),
-            Some(Record::Snapshot(one)) => world.oracle.read_snapshot(&one.id, blocks, &reader),
-            Some(Record::Pool(_)) | None => {}
-        }
+            Some(Record::Volume(volume)) => world.oracle.wrong_volume(volume.disk_uuid, blocks, &reader),
+            Some(Record::Snapshot(one)) => world.oracle.wrong_snapshot(&one.id, blocks, &reader),
+            Some(Record::Pool(_)) | None => None,
+        };
         match record {
-            Record::Volume(volume) => world.oracle.begin_copy(volume.disk_uuid, blocks),
-            Record::Snapshot(snapshot) => world.oracle.begin_snapshot(&snapshot.id, blocks),
+            Record::Volume(volume) => world.oracle.begin_copy(volume.disk_uuid, blocks, wrong),
+            Record::Snapshot(snapshot) => world.oracle.begin_snapshot(&snapshot.id, blocks, wrong),
             Record::Pool(_) => {}
         }
     }

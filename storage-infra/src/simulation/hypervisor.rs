@@ -14,9 +14,56 @@ use super::world::{Job, Paused, State, Vm, VmDisk, World};
 use super::Sim;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{
-    AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
-    PausedVm, Power, Presence, Result, wwn,
+    AttachedDisk, BlockJob, Changed, DetachOutcome, Difference, Disk, DiskLocation, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
+    PausedVm, Power, Presence, Result, Settings, wwn,
 };
+
+/// A disk as libvirt shows it.
+fn shown(node: Uuid, vm: &Vm, uuid: Uuid, disk: &VmDisk) -> AttachedDisk {
+    let below = disk.below.iter().map(|(path, _)| DiskLocation::File(path.clone()));
+    let format = if disk.below.is_some() { "qcow2" } else { "raw" };
+    let to = |job: &Job| BlockJob { is_commit: false, to: DiskLocation::File(job.to.clone()) };
+    AttachedDisk {
+        node,
+        name: vm.name.clone(),
+        target: "sdb".to_owned(),
+        layers: std::iter::once(disk.location()).chain(below).collect(),
+        wwn: Some(wwn(uuid)),
+        read_only: disk.read_only,
+        settings: Some(Settings {
+            format: format.to_owned(),
+            cache: disk.cache.clone(),
+            shareable: disk.shared,
+            transient: false,
+        }),
+        job: disk.job.as_ref().map(to),
+    }
+}
+
+/// Finds a disk by its serial, or else by its data.
+fn find(node: Uuid, vm: &Vm, disk: &Disk) -> Option<(Uuid, AttachedDisk)> {
+    let data = disk.source.location();
+    let all = || vm.disks.iter().map(|(uuid, found)| (*uuid, shown(node, vm, *uuid, found)));
+    all().find(|(uuid, _)| *uuid == disk.uuid).or_else(|| all().find(|(_, found)| found.layers.contains(&data)))
+}
+
+/// Releases a disk if its guest runs, and ends a copy of it. Fails if somebody else changed it.
+fn unplug(world: &mut World, node: Uuid, disk: &Disk) -> Result<()> {
+    let Some(vm) = world.vms.get_mut(&node) else { return Ok(()) };
+    let Some((uuid, found)) = find(node, vm, disk) else { return Ok(()) };
+    let keeps = |one: &Difference| one.diverts_writes() || *one == Difference::Serial;
+    if found.differences(disk, None).iter().any(keeps) {
+        return Err(HypervisorError::Altered(Box::new(found)));
+    }
+    if let Some(found) = vm.disks.get_mut(&uuid) {
+        found.job = None;
+    }
+    if vm.state == State::Running {
+        vm.disks.remove(&uuid);
+        world.note(|| format!("{uuid} is detached from {node}"));
+    }
+    Ok(())
+}
 
 /// How long a call waits for another on the same VM, as libvirt does.
 const JOB_TIMEOUT: Duration = Duration::from_secs(30);
@@ -61,6 +108,9 @@ pub(super) fn plug(world: &mut World, node: Uuid, disk: &Disk, by: By) -> Result
         has.is_foreign &= by == By::Others;
         return Ok(());
     }
+    if by == By::Server && find(node, vm, disk).is_some() {
+        return Ok(());
+    }
     let (name, host) = (vm.name.clone(), vm.host.clone());
     let Some(inode) = world.inode(&path) else {
         return Err(HypervisorError::Refused(format!("{} does not exist", path.display())));
@@ -87,8 +137,10 @@ pub(super) fn plug(world: &mut World, node: Uuid, disk: &Disk, by: By) -> Result
     let (read_only, shared) = (disk.read_only, disk.shared);
     let is_foreign = by == By::Others;
     let (below, job) = (None, None);
+    let cache = disk.source.cache(&disk.options).to_string();
+    let is_out_of_space = false;
     let new =
-        VmDisk { path, inode, below, read_only, shared, job, is_foreign, is_out_of_space: false, slots };
+        VmDisk { path, inode, below, read_only, shared, cache, job, is_foreign, is_out_of_space, slots };
     running(world, node)?.disks.insert(disk.uuid, new);
     Ok(())
 }
@@ -154,13 +206,8 @@ impl SimHost {
         NodeFacts { power, max_disks: None, host: None }
     }
 
-    /// Changes a VM, unless that fails, or it comes late.
-    async fn effect<T: Send + 'static>(
-        &self,
-        node: Uuid,
-        what: &'static str,
-        work: impl FnOnce(&mut World) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
+    /// Waits for the calls on a VM that are under way.
+    async fn after_jobs(&self, node: Uuid, what: &str) -> Result<()> {
         let start = tokio::time::Instant::now();
         while self.sim.world().faults.is_busy(node) {
             if start.elapsed() > JOB_TIMEOUT {
@@ -169,6 +216,17 @@ impl SimHost {
             }
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
+        Ok(())
+    }
+
+    /// Changes a VM, unless that fails, or it comes late.
+    async fn effect<T: Send + 'static>(
+        &self,
+        node: Uuid,
+        what: &'static str,
+        work: impl FnOnce(&mut World) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.after_jobs(node, what).await?;
         self.sim.delay().await;
         let fault = self.sim.world().faults.next();
         self.sim.world().note(|| format!("{what} at {node}: {fault:?}"));
@@ -224,15 +282,15 @@ impl Hypervisor for SimHost {
         Ok(self.read(all).await)
     }
 
-    async fn follow_events(&self, _changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+    async fn follow_events(&self, _changed: &(dyn Fn(Changed) + Send + Sync)) -> Result<()> {
         std::future::pending().await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let present = |world: &World| {
             let vm = self.vm(world, node);
-            let has = |disk: &&Disk| vm.is_some_and(|vm| vm.disks.contains_key(&disk.uuid));
-            let disks = disks.iter().filter(has).map(|disk| disk.uuid).collect();
+            let found = |disk: &Disk| Some((disk.uuid, find(node, vm?, disk)?.1));
+            let disks = disks.iter().filter_map(found).collect();
             Presence { facts: self.facts(world, node), disks }
         };
         Ok(self.read(present).await)
@@ -242,55 +300,50 @@ impl Hypervisor for SimHost {
         let all = |world: &World| {
             let mut all = Vec::new();
             for (node, vm) in world.vms.iter().filter(|(_, vm)| vm.host == self.name) {
-                all.extend(vm.disks.iter().map(|(uuid, disk)| AttachedDisk {
-                    node: *node,
-                    name: vm.name.clone(),
-                    location: disk.location(),
-                    wwn: Some(wwn(*uuid)),
-                    read_only: disk.read_only,
-                }));
+                all.extend(vm.disks.iter().map(|(uuid, disk)| shown(*node, vm, *uuid, disk)));
             }
             all
         };
         Ok(self.read(all).await)
     }
 
-    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn defined_disks(&self) -> Result<Vec<AttachedDisk>> {
+        Ok(Vec::new())
+    }
+
+    async fn undefine(&self, _node: Uuid, _disk: &Disk) -> Result<()> {
+        Ok(())
+    }
+
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk> {
         let disk = disk.clone();
         let life = self.sim.world().faults.life;
         self.effect(node, "attach", move |world| {
             let by = if world.faults.life == life || world.faults.is_old { By::Server } else { By::Others };
-            plug(world, node, &disk, by)
+            plug(world, node, &disk, by)?;
+            let missing = || HypervisorError::Refused("the domain does not have the disk".to_owned());
+            Ok(find(node, running(world, node)?, &disk).ok_or_else(missing)?.1)
         })
         .await
     }
 
     async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
-        let uuid = disk.uuid;
-        let has = move |world: &World| world.vms.get(&node).is_some_and(|vm| vm.disks.contains_key(&uuid));
+        self.after_jobs(node, "detach").await?;
+        let disk = disk.clone();
+        let has = |world: &World| world.vms.get(&node).is_some_and(|vm| find(node, vm, &disk).is_some());
         if !self.read(has).await {
             return Ok(DetachOutcome::Detached);
         }
-        let request = move |world: &mut World| {
-            let Some(vm) = world.vms.get_mut(&node) else { return Ok(()) };
-            if let Some(disk) = vm.disks.get_mut(&uuid) {
-                disk.job = None;
-            }
-            // A paused guest does not release a disk.
-            if vm.state == State::Running {
-                vm.disks.remove(&uuid);
-                world.note(|| format!("{uuid} is detached from {node}"));
-            }
-            Ok(())
-        };
         let start = tokio::time::Instant::now();
         loop {
-            self.effect(node, "detach", request).await?;
+            let requested = disk.clone();
+            self.effect(node, "detach", move |world| unplug(world, node, &requested)).await?;
             if !self.read(has).await {
                 return Ok(DetachOutcome::Detached);
             }
             if start.elapsed() > RELEASE_TIMEOUT {
-                return Ok(DetachOutcome::StillAttached(format!("the domain {node} does not release {uuid}")));
+                let why = format!("the domain {node} does not release {}", disk.uuid);
+                return Ok(DetachOutcome::StillAttached(why));
             }
             tokio::time::sleep(Duration::from_secs(1)).await;
         }

@@ -20,10 +20,19 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|value| value.parse().expect("a number"))
 }
 
-/// Leaves out steps while the rest fails.
-fn minimised(seed: u64, mut steps: Vec<Step>, off: Option<Check>) -> Vec<Step> {
-    let start = Instant::now();
-    let fails = |steps: &[Step]| run(seed, steps, off, false).violation.is_some();
+/// The kind of a violation: its text without numbers and UUIDs.
+fn kind(why: &str) -> String {
+    let is_part = |word: &&str| !word.contains(|c: char| c.is_ascii_digit());
+    why.split_whitespace().filter(is_part).take(6).collect::<Vec<_>>().join(" ")
+}
+
+/// Leaves out steps while the rest fails in the same way.
+fn minimised(seed: u64, mut steps: Vec<Step>, why: &str) -> Vec<Step> {
+    let (start, expected) = (Instant::now(), kind(why));
+    let fails = |steps: &[Step]| {
+        let violation = run(seed, steps, None, false).violation;
+        violation.is_some_and(|(_, why)| kind(&why) == expected)
+    };
     let mut size = steps.len().div_ceil(2);
     while size > 0 && start.elapsed() < MINIMISE {
         let before = steps.len();
@@ -44,7 +53,7 @@ fn minimised(seed: u64, mut steps: Vec<Step>, off: Option<Check>) -> Vec<Step> {
 /// Fails with the seed, the violation and a minimised list of steps.
 fn report(seed: u64, steps: Vec<Step>, violation: &(usize, String)) -> ! {
     let (taken, why) = violation;
-    let fewer = minimised(seed, steps[..*taken].to_vec(), None);
+    let fewer = minimised(seed, steps[..*taken].to_vec(), why);
     let again = run(seed, &fewer, None, true);
     let log = again.log.join("\n");
     let list: Vec<String> = fewer.iter().map(|step| format!("{step:?}")).collect();

@@ -85,6 +85,8 @@ pub(super) struct VmDisk {
     pub(super) below: Option<(PathBuf, Inode)>,
     pub(super) read_only: bool,
     pub(super) shared: bool,
+    /// Cache mode.
+    pub(super) cache: String,
     pub(super) job: Option<Job>,
     /// Attached by a late request, or by somebody else than the server.
     pub(super) is_foreign: bool,

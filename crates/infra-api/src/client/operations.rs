@@ -78,6 +78,11 @@ impl Client {
         self.put(&format!("/v1/volumes/{id}/qos"), qos).await
     }
 
+    /// Accepts the data of a volume as it is, after its disk was altered from outside.
+    pub async fn accept_volume(&self, id: &VolumeId) -> Result<()> {
+        self.delete(&format!("/v1/volumes/{id}/alteration")).await
+    }
+
     /// Suspends a volume, or changes the reason.
     pub async fn suspend_volume(&self, id: &VolumeId, spec: &SuspensionSpec) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/suspension"), spec).await

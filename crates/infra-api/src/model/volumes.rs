@@ -210,6 +210,8 @@ pub enum ConditionCause {
     DiskLost,
     /// A VM has the disk without an attachment.
     UnexpectedDisk,
+    /// A VM has the disk otherwise than it was attached: with another file, a layer over it, or another access mode.
+    Altered,
     /// The volume or its pool is suspended.
     Suspended,
     /// A cause that this client version does not know.

@@ -13,7 +13,7 @@ use crate::catalog::{self, CatalogError, DATABASE_SUFFIXES, Result, beside, sche
 use crate::lease::NotActive;
 
 /// All tables, in an order in which each refers to earlier ones only.
-const TABLES: [&str; 20] = [
+const TABLES: [&str; 21] = [
     "pools",
     "volumes",
     "nodes",
@@ -34,6 +34,7 @@ const TABLES: [&str; 20] = [
     "suspended_pools",
     "paused_nodes",
     "moves",
+    "altered_disks",
 ];
 
 /// All tables, in an order in which each refers to earlier ones only.

@@ -2,6 +2,7 @@
 
 use super::lead::SCHEMA_LOCK;
 use super::session::Session;
+use crate::catalog::altered::ALTERED_DISKS_POSTGRES;
 use crate::catalog::db::{Db, Result as DbResult};
 use crate::catalog::{CatalogError, Result};
 
@@ -9,7 +10,7 @@ use crate::catalog::{CatalogError, Result};
 pub(in crate::catalog) const FIRST_VERSION: usize = 14;
 const FIRST: &str = include_str!("schema.sql");
 /// Migrations from there. The SQL of released entries is never changed.
-pub(in crate::catalog) const MIGRATIONS: &[&str] = &[];
+pub(in crate::catalog) const MIGRATIONS: &[&str] = &[ALTERED_DISKS_POSTGRES];
 
 /// Version of the schema in a database; `None` if it has no tables.
 pub(in crate::catalog) fn version(session: &Session) -> Result<Option<usize>> {

@@ -133,6 +133,14 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Accept the data of a volume as it is, after its disk in a VM was altered from outside, for example by an external
+    /// snapshot, and the VM stopped before that was undone. Compare the data first.
+    Accept {
+        /// ID of the volume.
+        id: VolumeId,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Set the QoS limits of a volume, online if it is attached.
     Qos {
         /// ID of the volume.
@@ -315,6 +323,10 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
         VolumeCommand::Resume { id, client } => {
             client.connect()?.resume_volume(&id).await?;
             output::done(client.output, &format!("volume {id} resumed"))
+        }
+        VolumeCommand::Accept { id, client } => {
+            client.connect()?.accept_volume(&id).await?;
+            output::done(client.output, &format!("the data of volume {id} is accepted as it is"))
         }
         VolumeCommand::Qos { id, qos, client } => {
             output::one(client.output, &client.connect()?.put_qos(&id, &qos.into()).await?)

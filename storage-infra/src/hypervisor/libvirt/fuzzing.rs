@@ -39,6 +39,6 @@ fn check(disk: &Disk, xml: &str) {
     let domain = format!("<domain><devices>{xml}</devices></domain>");
     let domain = LiveDomain::parse(&domain).expect("the XML of a disk is well-formed");
     let found = domain.find(disk.uuid).expect("the disk has its serial");
-    assert_eq!(found.location, Some(disk.source.location()));
+    assert_eq!(found.location(), Some(&disk.source.location()));
     assert!(found.read_only && found.is_scsi && domain.disks.len() == 1);
 }

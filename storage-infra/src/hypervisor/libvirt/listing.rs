@@ -9,13 +9,21 @@ use virt::sys;
 
 use super::session::{Session, is};
 use super::xml::LiveDomain;
-use crate::hypervisor::{AttachedDisk, HypervisorError, NodeFacts, Power, Result, wwn};
+use crate::hypervisor::{AttachedDisk, HypervisorError, NodeFacts, Power, Result};
 
-/// A listed domain with its live XML.
+/// A listed domain with its XML.
 pub(super) struct Listed {
     pub(super) node: Uuid,
     pub(super) name: String,
     pub(super) live: LiveDomain,
+}
+
+impl Listed {
+    /// Its disks that are files or images.
+    fn disks(&self) -> impl Iterator<Item = AttachedDisk> {
+        let disks = self.live.disks.iter().filter(|disk| !disk.layers.is_empty());
+        disks.map(|disk| disk.attached_to(self.node, &self.live))
+    }
 }
 
 impl Session {
@@ -53,26 +61,26 @@ impl Session {
 
     /// Lists the files and images that active domains have attached as disks, from their live XML.
     pub(super) fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
-        let mut found = Vec::new();
-        for Listed { node, name, live } in self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, |_| true)? {
-            found.extend(live.disks.into_iter().filter_map(|disk| {
-                let location = disk.location?;
-                let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
-                Some(AttachedDisk { node, name, location, wwn, read_only: disk.read_only })
-            }));
-        }
-        Ok(found)
+        let active = self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, 0, |_| true)?;
+        Ok(active.iter().flat_map(Listed::disks).collect())
     }
 
-    /// Lists the domains that match the flags and the filter, with their live XML.
-    pub(super) fn listed(&self, flags: u32, matches: fn(&Domain) -> bool) -> Result<Vec<Listed>> {
+    /// Lists the files and images that domains get as disks when they start, from their persistent definitions.
+    pub(super) fn defined_disks(&self) -> Result<Vec<AttachedDisk>> {
+        let (persistent, inactive) = (sys::VIR_CONNECT_LIST_DOMAINS_PERSISTENT, sys::VIR_DOMAIN_XML_INACTIVE);
+        let defined = self.listed(persistent, inactive, |_| true)?;
+        Ok(defined.iter().flat_map(Listed::disks).collect())
+    }
+
+    /// Lists the domains that match the flags and the filter, with the XML that these flags ask for.
+    pub(super) fn listed(&self, flags: u32, xml: u32, matches: fn(&Domain) -> bool) -> Result<Vec<Listed>> {
         let domains =
             self.connection.list_all_domains(flags).map_err(|e| self.error("list the domains", &e))?;
         let mut found = Vec::new();
         for domain in domains.iter().filter(|domain| matches(domain)) {
             let failed = |e| self.error("read a domain", &e);
             let (node, name) = (domain.uuid().map_err(failed)?, domain.name().map_err(failed)?);
-            let text = match domain.xml_desc(0) {
+            let text = match domain.xml_desc(xml) {
                 Ok(text) => text,
                 // It stopped meanwhile.
                 Err(error) if is(&error, ErrorNumber::NoDomain) => continue,

@@ -64,7 +64,7 @@ impl Libvirt {
             None => None,
         };
         let mirror = found.mirror.clone().map(|(to, ready)| Mirror { to, ready, progress });
-        Ok(MirroredDisk { power: now.power, source: found.location.clone(), mirror })
+        Ok(MirroredDisk { power: now.power, source: found.location().cloned(), mirror })
     }
 
     /// The progress of a copy. It may have ended meanwhile.

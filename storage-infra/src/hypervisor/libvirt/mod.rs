@@ -25,8 +25,8 @@ use tokio::sync::Semaphore;
 use uuid::Uuid;
 
 use super::{
-    AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
-    PausedVm, Power, Presence, Result,
+    AttachedDisk, Changed, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, MirroredDisk,
+    NodeFacts, PausedVm, Power, Presence, Result,
 };
 use connections::Connections;
 use session::{Detach, Session, Snapshot, max_disks};
@@ -97,21 +97,22 @@ impl Libvirt {
         .await
     }
 
-    /// Requests the detach of a disk, and ends a copy of it first. True if the domain does not have it any more.
-    async fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
-        let mut state = self.try_detach(node, disk).await?;
-        if state == Detach::Copied {
-            self.end_copy(node, disk).await?;
-            state = self.try_detach(node, disk).await?;
+    /// Requests the detach of a disk, and ends a copy of it first.
+    async fn request_detach(&self, node: Uuid, disk: &Disk) -> Result<Detach> {
+        let state = self.try_detach(node, disk).await?;
+        if state != Detach::Copied {
+            return Ok(state);
         }
-        Ok(state == Detach::Gone)
+        self.end_copy(node, disk.uuid).await?;
+        self.try_detach(node, disk).await
     }
 
-    async fn try_detach(&self, node: Uuid, disk: Uuid) -> Result<Detach> {
+    async fn try_detach(&self, node: Uuid, disk: &Disk) -> Result<Detach> {
         let guard = self.changes.lock(node).await;
+        let disk = disk.clone();
         self.with(move |session| {
             let _guard = guard;
-            session.request_detach(node, disk)
+            session.request_detach(node, &disk)
         })
         .await
     }
@@ -156,14 +157,17 @@ impl Hypervisor for Libvirt {
         self.with(Session::running).await
     }
 
-    async fn follow_events(&self, changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+    async fn follow_events(&self, changed: &(dyn Fn(Changed) + Send + Sync)) -> Result<()> {
         virsh::events(&self.uri, changed).await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
         let (now, host) = self.snapshot(node).await?;
-        let disks =
-            disks.iter().map(|disk| disk.uuid).filter(|uuid| now.live.find(*uuid).is_some()).collect();
+        let found = |disk: &Disk| {
+            let found = now.live.find_disk(disk)?;
+            Some((disk.uuid, found.attached_to(node, &now.live)))
+        };
+        let disks = disks.iter().filter_map(found).collect();
         let facts = NodeFacts { power: now.power, max_disks: max_disks(&now), host };
         Ok(Presence { facts, disks })
     }
@@ -172,7 +176,17 @@ impl Hypervisor for Libvirt {
         self.with(Session::attached_disks).await
     }
 
-    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn defined_disks(&self) -> Result<Vec<AttachedDisk>> {
+        self.with(Session::defined_disks).await
+    }
+
+    async fn undefine(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let _guard = self.changes.lock(node).await;
+        let disk = disk.clone();
+        self.with(move |session| session.undefine(node, &disk)).await
+    }
+
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk> {
         let _guard = self.changes.lock(node).await;
         let disk = disk.clone();
         self.with(move |session| session.attach(node, &disk)).await
@@ -182,12 +196,11 @@ impl Hypervisor for Libvirt {
         let uuid = disk.uuid;
         let (start, mut paused) = (Instant::now(), false);
         loop {
-            match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, uuid)).await {
-                Ok(gone) => {
-                    if gone? {
-                        return Ok(DetachOutcome::Detached);
-                    }
-                }
+            match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, disk)).await {
+                Ok(state) => match state? {
+                    Detach::Gone => return Ok(DetachOutcome::Detached),
+                    Detach::Requested | Detach::Copied => {}
+                },
                 Err(_) => {
                     return Ok(DetachOutcome::StillAttached(format!(
                         "libvirt at {} has not completed the request to detach the disk {uuid} from domain {node} after {} s; \

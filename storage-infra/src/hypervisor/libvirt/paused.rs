@@ -40,7 +40,7 @@ fn is_paused_because(domain: &Domain, why: DomainPausedReason) -> bool {
 impl Session {
     /// Lists the domains that are paused after an I/O error. Their XML does not tell which disk failed.
     pub(super) fn paused_for_errors(&self) -> Result<Vec<Listed>> {
-        self.listed(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED, is_paused_for_errors)
+        self.listed(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED, 0, is_paused_for_errors)
     }
 
     /// Resumes a domain that is paused after an I/O error: QEMU repeats the failed request.

@@ -13,7 +13,8 @@ use virt::sys;
 use super::keyring;
 use super::xml::{AttachError, LiveDomain, secret_xml};
 use crate::hypervisor::{
-    CephClient, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage, RbdSource, Result,
+    AttachedDisk, CephClient, Difference, Disk, DiskSource, HypervisorError, NodeFacts, Power, RbdImage,
+    RbdSource, Result,
 };
 
 /// What may be the reason of a refusal if an image is in a namespace: libvirt takes the namespace for a part of the
@@ -223,10 +224,10 @@ impl Session {
         self.snapshot(node)
     }
 
-    pub(super) fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    pub(super) fn attach(&self, node: Uuid, disk: &Disk) -> Result<AttachedDisk> {
         let before = self.snapshot(node)?;
-        if before.live.find(disk.uuid).is_some() {
-            return Ok(());
+        if let Some(found) = before.live.find_disk(disk) {
+            return Ok(found.attached_to(node, &before.live));
         }
         let not_running = |power: Power| {
             let state = power.state();
@@ -255,7 +256,7 @@ impl Session {
             return Err(HypervisorError::Uncertain(not_running(after.power).to_string()));
         }
         match (after.live.find(disk.uuid), outcome) {
-            (Some(_), _) => Ok(()),
+            (Some(found), _) => Ok(found.attached_to(node, &after.live)),
             (None, Ok(())) => Err(HypervisorError::Refused(format!(
                 "libvirt at {} reported that it attached the disk {} to domain {node}, and the domain does not have it",
                 self.uri, disk.uuid
@@ -287,9 +288,15 @@ impl Session {
     }
 
     /// Requests the detach of a disk.
-    pub(super) fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<Detach> {
+    pub(super) fn request_detach(&self, node: Uuid, disk: &Disk) -> Result<Detach> {
         let now = self.snapshot_after_jobs(node)?;
-        let Some(found) = now.live.find(disk) else { return Ok(Detach::Gone) };
+        let Some(found) = now.live.find_disk(disk) else { return Ok(Detach::Gone) };
+        let attached = found.attached_to(node, &now.live);
+        let keeps = |one: &Difference| one.diverts_writes() || *one == Difference::Serial;
+        if attached.differences(disk, None).iter().any(keeps) {
+            return Err(HypervisorError::Altered(Box::new(attached)));
+        }
+        let disk = disk.uuid;
         if found.mirror.is_some() {
             return Ok(Detach::Copied);
         }
@@ -303,6 +310,21 @@ impl Session {
             Err(error) => tracing::debug!(%node, %disk, error = error.message(), "detach request failed"),
         }
         Ok(if self.snapshot(node)?.live.find(disk).is_none() { Detach::Gone } else { Detach::Requested })
+    }
+
+    /// Removes a disk from the persistent definition of a domain, if it has the UUID and the data of this one.
+    pub(super) fn undefine(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let Some(domain) = self.domain(node)? else { return Ok(()) };
+        let failed = |e| self.error(&format!("read the definition of the domain {node}"), &e);
+        let text = domain.xml_desc(sys::VIR_DOMAIN_XML_INACTIVE).map_err(failed)?;
+        let defined = LiveDomain::parse(&text).map_err(|why| {
+            HypervisorError::Uncertain(format!("the definition of domain {node} cannot be read: {why}"))
+        })?;
+        let data = [disk.source.location()];
+        let Some(found) = defined.find(disk.uuid).filter(|found| found.layers == data) else { return Ok(()) };
+        domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_CONFIG).map(drop).map_err(|e| {
+            self.error(&format!("remove the disk {} from the definition of domain {node}", disk.uuid), &e)
+        })
     }
 
     pub(super) fn resize(&self, node: Uuid, disk: Uuid, bytes: u64) -> Result<()> {

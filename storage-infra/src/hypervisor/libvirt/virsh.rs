@@ -11,7 +11,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use uuid::Uuid;
 
-use crate::hypervisor::{HypervisorError, Result};
+use crate::hypervisor::{Changed, HypervisorError, Result};
 
 /// How long one `virsh event` runs.
 const EVENTS_SECONDS: &str = "300";
@@ -45,9 +45,19 @@ pub(super) async fn virsh(uri: &str, action: &str, arguments: &[String]) -> Resu
     Err(HypervisorError::Uncertain(format!("libvirt at {uri}: cannot {action}: {}", text.trim())))
 }
 
-/// Calls back at every line that `virsh event` prints, which is one per change of a domain's lifecycle. Returns when virsh ends,
-/// which it does after a while, because it may not notice that the daemon was restarted.
-pub(super) async fn events(uri: &str, changed: &(dyn Fn() + Send + Sync)) -> Result<()> {
+/// What a line of `virsh event` is about, such as `event 'lifecycle' for domain 'vm': Resumed Unpaused`.
+fn changed_by(line: &str) -> Option<Changed> {
+    let (event, _) = line.trim().strip_prefix("event '")?.split_once('\'')?;
+    match event {
+        "lifecycle" => Some(Changed::Vm),
+        "block-job" | "block-job-2" | "disk-change" => Some(Changed::Disk),
+        _ => None,
+    }
+}
+
+/// Calls back at the lines that `virsh event` prints. Returns when virsh ends, which it does after a while, because it may not
+/// notice that the daemon was restarted.
+pub(super) async fn events(uri: &str, changed: &(dyn Fn(Changed) + Send + Sync)) -> Result<()> {
     let lost = |why: String| {
         HypervisorError::Unreachable(format!(
             "libvirt at {uri}: cannot follow the events of its domains: {why}"
@@ -55,7 +65,7 @@ pub(super) async fn events(uri: &str, changed: &(dyn Fn() + Send + Sync)) -> Res
     };
     let mut child = Command::new("virsh")
         .args(["--quiet", "--keepalive-interval", "5", "--keepalive-count", "3", "--connect", uri])
-        .args(["event", "--event", "lifecycle", "--loop", "--timeout", EVENTS_SECONDS])
+        .args(["event", "--all", "--loop", "--timeout", EVENTS_SECONDS])
         .env("LC_ALL", "C")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -66,8 +76,10 @@ pub(super) async fn events(uri: &str, changed: &(dyn Fn() + Send + Sync)) -> Res
     let output = child.stdout.take().ok_or_else(|| lost("virsh has no output".to_owned()))?;
     let mut lines = BufReader::new(output).lines();
     while let Some(line) = lines.next_line().await.map_err(|error| lost(error.to_string()))? {
-        tracing::debug!(uri, line, "an event of libvirt");
-        changed();
+        if let Some(what) = changed_by(&line) {
+            tracing::debug!(uri, line, "an event of libvirt");
+            changed(what);
+        }
     }
     child.wait().await.map(drop).map_err(|error| lost(error.to_string()))
 }
@@ -122,6 +134,13 @@ mod tests {
                  --total-iops-sec 5 --total-bytes-sec 0"
             )
         );
+    }
+
+    #[test]
+    fn events_of_vms_and_of_block_jobs_are_told_from_others() {
+        let event = |name: &str| changed_by(&format!("event '{name}' for domain 'vm': text"));
+        assert_eq!((event("lifecycle"), event("block-job-2")), (Some(Changed::Vm), Some(Changed::Disk)));
+        assert_eq!((event("balloon-change"), changed_by("events received: 3")), (None, None));
     }
 
     #[test]

@@ -2,10 +2,12 @@
 
 use std::collections::HashSet;
 
-use infra_api::{DiskCache, DiskDiscard, DiskIo, DiskOptions, OnFull, Qos};
+use infra_api::{DiskDiscard, DiskIo, DiskOptions, OnFull, Qos};
 use uuid::Uuid;
 
-use crate::hypervisor::{CephClient, Disk, DiskLocation, DiskSource, RbdImage, RbdSource};
+use crate::hypervisor::{
+    AttachedDisk, BlockJob, CephClient, Disk, DiskLocation, DiskSource, RbdImage, RbdSource, Settings, wwn,
+};
 
 /// How QEMU reads and writes a file, if its volume does not say: as QEMU does by default. It never blocks QEMU's main loop.
 const DEFAULT_IO: DiskIo = DiskIo::Threads;
@@ -22,8 +24,13 @@ pub(super) struct LiveDisk {
     pub is_scsi: bool,
     /// The `<target dev>`: libvirt's name of the disk, not the guest's.
     pub target: String,
-    /// Where its data is, if that is a file or an RBD image.
-    pub location: Option<DiskLocation>,
+    /// Where its data is: the layer that is written first, then those below it. Empty if that is neither a file nor an
+    /// image.
+    pub layers: Vec<DiskLocation>,
+    /// How it is opened.
+    pub settings: Settings,
+    /// Whether the running block job writes the first layer into one below it.
+    pub is_committed: bool,
     /// The copy of the disk that is running: where it goes, and whether it is ready.
     pub mirror: Option<(DiskLocation, bool)>,
     /// Whether the guest cannot write.
@@ -35,6 +42,8 @@ pub(super) struct LiveDisk {
 /// Disks and SCSI controllers of a live domain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct LiveDomain {
+    /// Name of the domain.
+    pub name: String,
     /// The disks.
     pub disks: Vec<LiveDisk>,
     controllers: Vec<u32>,
@@ -59,7 +68,9 @@ impl LiveDomain {
             .children()
             .find(|node| node.has_tag_name("devices"))
             .ok_or("the domain has no <devices>")?;
-        let mut domain = Self::default();
+        let name = document.root_element().children().find(|node| node.has_tag_name("name"));
+        let name = name.and_then(|name| name.text()).unwrap_or_default().to_owned();
+        let mut domain = Self { name, ..Self::default() };
         for device in devices.children().filter(roxmltree::Node::is_element) {
             let child = |name: &str| device.children().find(|node| node.has_tag_name(name));
             let number =
@@ -89,7 +100,10 @@ impl LiveDomain {
                                 .and_then(|t| t.attribute("dev"))
                                 .unwrap_or_default()
                                 .to_owned(),
-                            location: child("source").and_then(location),
+                            layers: layers(device),
+                            settings: settings(device),
+                            is_committed: child("mirror")
+                                .is_some_and(|mirror| mirror.attribute("job") == Some("active-commit")),
                             mirror: child("mirror").and_then(mirror),
                             read_only: child("readonly").is_some(),
                             xml: text[device.range()].to_owned(),
@@ -106,6 +120,12 @@ impl LiveDomain {
     /// Finds the disk with this UUID as its serial.
     pub(super) fn find(&self, uuid: Uuid) -> Option<&LiveDisk> {
         self.disks.iter().find(|disk| disk.uuid == Some(uuid))
+    }
+
+    /// Finds a disk by its serial, or else by its data in any layer.
+    pub(super) fn find_disk(&self, disk: &Disk) -> Option<&LiveDisk> {
+        let data = disk.source.location();
+        self.find(disk.uuid).or_else(|| self.disks.iter().find(|one| one.layers.contains(&data)))
     }
 
     /// Maximum number of volumes that the domain can have attached: its slots without those of foreign disks.
@@ -163,6 +183,52 @@ impl LiveDomain {
             disk.uuid,
             disk.wwn(),
         ))
+    }
+}
+
+impl LiveDisk {
+    /// Where writes go.
+    pub(super) fn location(&self) -> Option<&DiskLocation> {
+        self.layers.first()
+    }
+
+    /// The disk of this domain.
+    pub(super) fn attached_to(&self, node: Uuid, domain: &LiveDomain) -> AttachedDisk {
+        let job = self.mirror.as_ref();
+        AttachedDisk {
+            node,
+            name: domain.name.clone(),
+            target: self.target.clone(),
+            layers: self.layers.clone(),
+            wwn: self.uuid.map(wwn),
+            read_only: self.read_only,
+            settings: Some(self.settings.clone()),
+            job: job.map(|(to, _)| BlockJob { is_commit: self.is_committed, to: to.clone() }),
+        }
+    }
+}
+
+/// The layers of a `<disk>`, by its `<source>` and the `<backingStore>` in it, and in each other.
+fn layers(disk: roxmltree::Node<'_, '_>) -> Vec<DiskLocation> {
+    let mut found = Vec::new();
+    let mut next = Some(disk);
+    while let Some(layer) = next {
+        let child = |name: &str| layer.children().find(|node| node.has_tag_name(name));
+        found.extend(child("source").and_then(location));
+        next = child("backingStore");
+    }
+    found
+}
+
+/// How a `<disk>` is opened.
+fn settings(disk: roxmltree::Node<'_, '_>) -> Settings {
+    let child = |name: &str| disk.children().find(|node| node.has_tag_name(name));
+    let driver = |name: &str| child("driver").and_then(|driver| driver.attribute(name)).unwrap_or_default();
+    Settings {
+        format: driver("type").to_owned(),
+        cache: driver("cache").to_owned(),
+        shareable: child("shareable").is_some(),
+        transient: child("transient").is_some(),
     }
 }
 
@@ -240,9 +306,10 @@ pub(super) fn mirror_xml(to: &DiskSource, options: &DiskOptions) -> Result<Strin
 fn driver_options(source: &DiskSource, options: &DiskOptions) -> String {
     let discard = options.discard.unwrap_or(DiskDiscard::Unmap);
     let zeros = options.detect_zeroes.map(|zeros| format!(" detect_zeroes='{zeros}'")).unwrap_or_default();
-    let (cache, io) = match source {
-        DiskSource::File(_) => (DiskCache::None, format!(" io='{}'", options.io.unwrap_or(DEFAULT_IO))),
-        DiskSource::Rbd(_) => (options.cache.unwrap_or(DiskCache::None), String::new()),
+    let cache = source.cache(options);
+    let io = match source {
+        DiskSource::File(_) => format!(" io='{}'", options.io.unwrap_or(DEFAULT_IO)),
+        DiskSource::Rbd(_) => String::new(),
     };
     format!("cache='{cache}'{io} discard='{discard}'{zeros}")
 }
@@ -295,7 +362,7 @@ fn escape(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use infra_api::DetectZeroes;
+    use infra_api::{DetectZeroes, DiskCache};
 
     use super::*;
 
@@ -389,7 +456,7 @@ mod tests {
         let mirror = "<mirror type='file' job='copy'><source file='/b'/></mirror>";
         let found = disk(mirror);
         let [a, b] = ["/a", "/b"].map(|path| DiskLocation::File(path.into()));
-        assert_eq!((found.location, found.mirror), (Some(a), Some((b.clone(), false))));
+        assert_eq!((found.layers, found.mirror), (vec![a], Some((b.clone(), false))));
         let ready = disk(&mirror.replace("job='copy'", "job='copy' ready='yes'"));
         assert_eq!(ready.mirror, Some((b, true)));
         let file = DiskSource::File("/pool/a'b.raw".into());
@@ -423,6 +490,27 @@ mod tests {
             "cache='none' io='io_uring' discard='ignore' detect_zeroes='unmap'"
         );
         assert_eq!(driver_options(&rbd, &all), "cache='writeback' discard='ignore' detect_zeroes='unmap'");
+    }
+
+    #[test]
+    fn the_layers_and_settings_of_a_disk_are_read() {
+        let disk = |inner: &str| {
+            domain(&format!("<disk>{inner}<target dev='sda' bus='scsi'/></disk>")).disks[0].clone()
+        };
+        let base = "<backingStore type='file'><format type='raw'/><source file='/v.raw'/><backingStore/></backingStore>";
+        let found =
+            disk(&format!("<driver type='qcow2' cache='none'/><source file='/top'/>{base}<transient/>"));
+        let [top, base] = ["/top", "/v.raw"].map(|path| DiskLocation::File(path.into()));
+        assert_eq!(found.layers, [top, base.clone()]);
+        let settings =
+            Settings { format: "qcow2".into(), cache: "none".into(), shareable: false, transient: true };
+        assert_eq!(found.settings, settings);
+        let committed = disk(
+            "<source file='/top'/><mirror type='file' job='active-commit'><source file='/v.raw'/></mirror>",
+        );
+        let attached = committed.attached_to(Uuid::nil(), &LiveDomain::default());
+        assert_eq!(attached.job, Some(BlockJob { is_commit: true, to: base }));
+        assert_eq!(disk("<source dev='/dev/sdx'/>").layers, []);
     }
 
     #[test]

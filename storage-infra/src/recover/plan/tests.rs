@@ -65,13 +65,7 @@ fn pool(name: &str, files: Vec<FoundFile>) -> PoolScan {
 }
 
 fn attached(node: u128, path: &str) -> FoundDisk {
-    let disk = AttachedDisk {
-        node: Uuid::from_u128(node),
-        name: "vm".into(),
-        location: DiskLocation::File(path.into()),
-        wwn: None,
-        read_only: false,
-    };
+    let disk = AttachedDisk::of(Uuid::from_u128(node), DiskLocation::File(path.into()));
     FoundDisk { hypervisor: "h".into(), disk }
 }
 

@@ -1,18 +1,23 @@
 //! Attach: admission, intent, effect and result.
 
 use infra_api::{
-    AttachmentId, AttachmentState, Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode,
+    AttachmentId, AttachmentState, Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode, VolumeId,
 };
 
 use super::admission::{Admission, AttachRequest, admit_and_write};
 use super::operations::Trigger;
 use super::{Attachments, Progress};
 use crate::audit;
-use crate::catalog::{AttachmentRow, Hold};
+use crate::catalog::{AttachmentRow, Hold, Tx};
 use crate::service::core::seconds;
 use crate::service::disks::{AttachError, AttachmentContext};
 use crate::service::lookups::refuse_switching;
 use crate::service::problems::{Failure, Result};
+
+/// What holds a volume whose writes went elsewhere than to its data.
+fn diverted(tx: &Tx<'_>, volume: &VolumeId) -> Result<Option<Hold>> {
+    Ok(tx.altered_disks(volume)?.into_iter().find(|disk| disk.diverted).map(Hold::Altered))
+}
 
 impl Attachments {
     pub(super) async fn do_attach(&self, id: &AttachmentId, trigger: Trigger) -> Result<Progress> {
@@ -57,7 +62,10 @@ impl Attachments {
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.attachment(&key)? else { return Ok(None) };
                 refuse_switching(tx, &row.volume)?;
-                let hold = tx.suspended_hold(&row.volume)?;
+                let hold = match tx.suspended_hold(&row.volume)? {
+                    Some(hold) => Some(hold),
+                    None => diverted(tx, &row.volume)?,
+                };
                 Ok(Some((AttachmentContext::of(tx, row)?, hold)))
             })
             .await?;
@@ -68,7 +76,7 @@ impl Attachments {
         if by_catalog && context.row.state == AttachmentState::Attached {
             self.log_if_lost(&context.row).await;
         }
-        let attached = match self.refuse_suspended(&context.row, hold, is_new).await {
+        let attached = match self.refuse_held(&context.row, hold, is_new).await {
             Ok(()) => self.disks.attach(&mut context, is_new).await,
             Err(refused) => Err(refused),
         };
@@ -106,8 +114,9 @@ impl Attachments {
         }
     }
 
-    /// Refuses to attach the disk of a suspended volume, also one that the VM lost. The disk of an existing attachment stays.
-    async fn refuse_suspended(
+    /// Refuses to attach the disk of a volume that is suspended, or whose content is elsewhere, also a disk that the VM lost.
+    /// The disk of an existing attachment stays.
+    async fn refuse_held(
         &self,
         row: &AttachmentRow,
         hold: Option<Hold>,
@@ -119,7 +128,8 @@ impl Attachments {
             Failure::from(Problem::new(code, detail).about(ObjectKind::Volume, &row.volume))
         };
         if is_new {
-            return Err(AttachError::NotAttached(refuse(ProblemCode::Suspended, "it was not attached")));
+            let code = hold.code(ProblemCode::InUse);
+            return Err(AttachError::NotAttached(refuse(code, "it was not attached")));
         }
         match self.disks.missing(row.node, vec![row.clone()]).await {
             Ok((_, missing)) if missing.is_empty() => Ok(()),

@@ -6,17 +6,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use infra_api::{EngineKind, NodeRef, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
+use infra_api::{NodeRef, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
-use crate::engine::{Object, RbdLocation, Record};
-use crate::hypervisor::{AttachedDisk, DetachOutcome, Disk, DiskLocation, DiskSource, Hypervisor, wwn};
+use crate::engine::{Object, Record};
+use crate::hypervisor::{
+    AttachedDisk, Described, DetachOutcome, Disk, DiskLocation, DiskSource, Hypervisor, HypervisorError, wwn,
+};
 use crate::service::conditions::{Conditions, UnexpectedDisk};
 use crate::service::core::Core;
+use crate::service::disks::Comparison;
 use crate::service::hypervisors::Hypervisors;
-use crate::service::lookups::pool_of;
+use crate::service::lookups::{pool_of, volume_at};
 use crate::service::pools::{Engines, RevisionCheck};
 use crate::service::power::has_no_disks;
 use crate::service::problems::Result;
@@ -24,6 +27,8 @@ use crate::service::records::PendingRecord;
 
 /// Interval between comparisons of attached disks with attachments.
 const INTERVAL: Duration = Duration::from_secs(15);
+/// Least interval, also when events come all the time.
+const MIN_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval while there are unexpected disks.
 const RETRY_INTERVAL: Duration = Duration::from_secs(3);
 
@@ -38,12 +43,13 @@ struct Found {
 impl Found {
     /// None if it is not a volume's file, or has an attachment.
     fn of(tx: &Tx<'_>, pools: &[PoolRow], plugged: &AttachedDisk) -> Result<Option<Self>> {
-        let Some(id) = pools.iter().find_map(|pool| volume_in(pool, &plugged.location)) else {
-            return Ok(None);
-        };
+        let job = plugged.job.iter().map(|job| &job.to);
+        let data: Vec<&DiskLocation> = plugged.layers.iter().chain(job).collect();
+        let volume_of = |pool: &PoolRow| data.iter().find_map(|data| volume_at(pool, data));
+        let Some(id) = pools.iter().find_map(volume_of) else { return Ok(None) };
         let Some(volume) = tx.volume(&id)? else { return Ok(None) };
         let pool = pool_of(tx, &volume)?;
-        let other = volume_in(&pool, &plugged.location).as_ref() != Some(&id);
+        let other = volume_of(&pool).as_ref() != Some(&id);
         if other || !tx.attachments(Some(plugged.node), Some(&id))?.is_empty() {
             return Ok(None);
         }
@@ -89,20 +95,6 @@ impl Found {
     }
 }
 
-/// The volume to which a file or an image in a pool belongs by its name.
-fn volume_in(pool: &PoolRow, location: &DiskLocation) -> Option<VolumeId> {
-    let name = match (pool.spec.engine, location) {
-        (EngineKind::File, DiskLocation::File(path)) => {
-            path.strip_prefix(&pool.spec.path).ok()?.to_str()?.strip_suffix(".raw")?.to_owned()
-        }
-        (EngineKind::Rbd, DiskLocation::Rbd(image)) => {
-            pool.spec.path.parse::<RbdLocation>().ok()?.name_of(image)?.to_owned()
-        }
-        _ => return None,
-    };
-    VolumeId::new(name).ok()
-}
-
 /// Searches for unexpected disks.
 pub struct UnexpectedDisks {
     core: Arc<Core>,
@@ -110,6 +102,7 @@ pub struct UnexpectedDisks {
     revisions: Arc<RevisionCheck>,
     hypervisors: Arc<Hypervisors>,
     conditions: Arc<Conditions>,
+    comparison: Arc<Comparison>,
 }
 
 impl UnexpectedDisks {
@@ -119,8 +112,9 @@ impl UnexpectedDisks {
         revisions: Arc<RevisionCheck>,
         hypervisors: Arc<Hypervisors>,
         conditions: Arc<Conditions>,
+        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, revisions, hypervisors, conditions }
+        Self { core, engines, revisions, hypervisors, conditions, comparison }
     }
 
     /// Searches for unexpected disks until stopped, with one loop per hypervisor, because one may stall.
@@ -140,9 +134,14 @@ impl UnexpectedDisks {
                     INTERVAL
                 }
             };
+            let triggered = async {
+                // Many events come together.
+                tokio::time::sleep(MIN_INTERVAL).await;
+                self.hypervisors.search_is_triggered(hypervisor).await;
+            };
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = self.hypervisors.search_is_triggered(hypervisor) => {}
+                () = triggered => {}
                 () = tokio::time::sleep(pause) => {}
             }
         }
@@ -151,7 +150,10 @@ impl UnexpectedDisks {
     /// Compares once, and returns the number of unexpected disks.
     async fn find(&self, hypervisor: &str) -> Result<usize> {
         let own = self.hypervisors.get(hypervisor)?;
-        let plugged = own.attached_disks().await?;
+        let plugged = Arc::new(own.attached_disks().await?);
+        if let Err(failure) = self.comparison.compare_all(hypervisor, &plugged).await {
+            tracing::debug!(hypervisor, %failure, "cannot compare the disks of VMs with their attachments");
+        }
         let read = move |tx: &Tx<'_>| -> Result<Vec<Found>> {
             let pools = tx.pools()?;
             let found = plugged.iter().filter_map(|one| Found::of(tx, &pools, one).transpose());
@@ -183,7 +185,7 @@ impl UnexpectedDisks {
         let disk = found.disk(self.engines.of(&found.pool).source(&found.volume.id));
         let is_ours = found.plugged.wwn.as_ref() == Some(&disk.wwn());
         let presence = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
-        let has_left = is_ours && !presence.disks.contains(&disk.uuid);
+        let has_left = is_ours && !presence.disks.contains_key(&disk.uuid);
         if has_left || has_no_disks(presence.facts.power.state()) {
             return Ok(None);
         }
@@ -205,12 +207,18 @@ impl UnexpectedDisks {
             return Ok(unexpected(format!("it was not detached, because {why}; detach it manually")));
         }
         tracing::warn!(volume = %found.volume.id, %node, hypervisor, "{what}: detaching it");
-        Ok(match own.detach(found.plugged.node, &disk).await? {
-            DetachOutcome::Detached => {
+        Ok(match own.detach(found.plugged.node, &disk).await {
+            Err(HypervisorError::Altered(plugged)) => {
+                let differences = plugged.differences(&disk, None);
+                let why = Described { disk: &plugged, differences: &differences };
+                unexpected(format!("it was not detached, because {why}"))
+            }
+            Err(error) => return Err(error.into()),
+            Ok(DetachOutcome::Detached) => {
                 self.core.metrics().unexpected_disk_detached();
                 unexpected("it was detached".into())
             }
-            DetachOutcome::StillAttached(why) => {
+            Ok(DetachOutcome::StillAttached(why)) => {
                 unexpected(format!("the detach was requested and has not completed: {why}"))
             }
         })
@@ -245,8 +253,12 @@ impl UnexpectedDisks {
         self.core.catalog().read(check).await
     }
 
-    /// Refuses a volume that has an unexpected disk in another VM. The caller must not hold a volume's lock.
+    /// Refuses a volume that has an unexpected disk in another VM, and, unless it is to be attached, compares the disks that it
+    /// should have: [`crate::catalog::Hold::Altered`] then refuses it. The caller must not hold a volume's lock.
     pub(in crate::service) async fn refuse(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
+        if to.is_none() {
+            self.comparison.check(volume).await?;
+        }
         if let Some(one) = self.conditions.unexpected_disk(volume, to)
             && let Err(failure) = self.find(&one.hypervisor).await
         {
@@ -260,7 +272,7 @@ impl UnexpectedDisks {
 
 #[cfg(test)]
 mod tests {
-    use infra_api::{Labels, NodeSpec, PoolName, PoolSpec, Qos, VolumeSpec};
+    use infra_api::{EngineKind, Labels, NodeSpec, PoolName, PoolSpec, Qos, VolumeSpec};
 
     use super::*;
     use crate::service::records::volume_record;
@@ -306,13 +318,8 @@ mod tests {
         let node = Uuid::from_u128(9);
         let spec =
             NodeSpec { name: "vm".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };
-        let plugged = AttachedDisk {
-            node,
-            name: "domain".into(),
-            location: DiskLocation::File("/pool/v.raw".into()),
-            wwn: Some(wwn(disk_uuid)),
-            read_only: false,
-        };
+        let data = DiskLocation::File("/pool/v.raw".into());
+        let plugged = AttachedDisk { wwn: Some(wwn(disk_uuid)), ..AttachedDisk::of(node, data) };
         Found { plugged, volume, pool, node: Some(NodeRow { uuid: node, spec }) }
     }
 
@@ -336,7 +343,7 @@ mod tests {
     #[test]
     fn a_file_belongs_to_a_volume_by_directory_and_name() {
         let pool = found().pool;
-        let volume = |path: &str| volume_in(&pool, &DiskLocation::File(path.into())).map(|id| id.to_string());
+        let volume = |path: &str| volume_at(&pool, &DiskLocation::File(path.into())).map(|id| id.to_string());
         assert_eq!(volume("/pool/v.raw").as_deref(), Some("v"));
         for other in ["/pool/v.snap", "/pools/v.raw", "/pool/deeper/v.raw", "/pool/.raw", "v.raw"] {
             assert_eq!(volume(other), None, "{other}");

@@ -1,11 +1,12 @@
 //! Disks in VMs: attach, detach, size, limits and presence.
 
+mod comparison;
 mod context;
 mod proof;
 
 use std::sync::Arc;
 
-use infra_api::{Access, ObjectKind, Problem, ProblemCode};
+use infra_api::{AttachmentState, ObjectKind, Problem, ProblemCode};
 use uuid::Uuid;
 
 use super::core::Core;
@@ -17,11 +18,15 @@ use super::problems::{Failure, Result};
 use super::reach;
 use super::records::Records;
 use crate::catalog::{AttachmentRow, Blank, Tx};
-use crate::engine::Object;
-use crate::hypervisor::{DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power, Presence};
+use crate::engine::image_lock::{self, Holder};
+use crate::engine::{Engine, EngineError, Object};
+use crate::hypervisor::{
+    AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, HypervisorError, Power, Presence,
+};
 use crate::safety::Check;
 use context::describe;
 
+pub(super) use comparison::Comparison;
 pub(super) use context::AttachmentContext;
 pub(super) use proof::OffProof;
 
@@ -32,6 +37,7 @@ pub(super) struct Disks {
     hypervisors: Arc<Hypervisors>,
     power: Arc<PowerStates>,
     records: Arc<Records>,
+    comparison: Arc<Comparison>,
 }
 
 /// Failure of an attach, by the state of the disk.
@@ -49,8 +55,9 @@ impl Disks {
         hypervisors: Arc<Hypervisors>,
         power: Arc<PowerStates>,
         records: Arc<Records>,
+        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, hypervisors, power, records }
+        Self { core, engines, hypervisors, power, records, comparison }
     }
 
     /// Attaches a disk, after the volume's on-disk record lists the node as holder.
@@ -65,8 +72,8 @@ impl Disks {
             .run::<_, Failure, _>(&context.pool, move |engine| Ok(engine.locate(&name)?))
             .await
             .map_err(AttachError::Unknown)?;
-        if is_new && context.row.access == Access::SingleNode && matches!(source, DiskSource::Rbd(_)) {
-            self.refuse_other_clients(context).await.map_err(AttachError::NotAttached)?;
+        if is_new {
+            self.refuse_other_users(context, &source).await?;
         }
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
         if let Some(refused) = self.unreached(context) {
@@ -78,7 +85,10 @@ impl Disks {
             context.row.blank = self.attest(context).await.map_err(AttachError::Unknown)?;
         }
         let disk = context.disk(source);
-        let Err(error) = hypervisor.attach(context.row.node, &disk).await else { return Ok(()) };
+        let error = match hypervisor.attach(context.row.node, &disk).await {
+            Ok(found) => return self.refuse_altered(context, &found).await,
+            Err(error) => error,
+        };
         let not_attached = match &error {
             // An earlier attach may have succeeded before the VM was migrated or saved.
             HypervisorError::NotRunning(_) => {
@@ -88,10 +98,28 @@ impl Disks {
             HypervisorError::NotActive(_)
             | HypervisorError::Migrated(_)
             | HypervisorError::Unreachable(_)
+            | HypervisorError::Altered(_)
             | HypervisorError::Uncertain(_) => false,
         };
         let failure = describe(error, context);
         Err(if not_attached { AttachError::NotAttached(failure) } else { AttachError::Unknown(failure) })
+    }
+
+    /// Fails if a disk that is being attached is in the VM otherwise than it should be. What is attached stays, and the volume
+    /// is abnormal.
+    async fn refuse_altered(
+        &self,
+        context: &AttachmentContext,
+        found: &AttachedDisk,
+    ) -> Result<(), AttachError> {
+        let altered = self.comparison.observed(context, found).await.map_err(AttachError::Unknown)?;
+        match altered {
+            Some(altered) if context.row.state != AttachmentState::Attached => {
+                let problem = Problem::new(ProblemCode::InUse, altered.message);
+                Err(AttachError::Unknown(problem.about(ObjectKind::Volume, &context.volume.id).into()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The refusal if the host of the node does not reach the pool.
@@ -115,24 +143,48 @@ impl Disks {
         }
         let presence = hypervisor.presence(context.row.node, std::slice::from_ref(disk)).await;
         match presence.map_err(|error| AttachError::Unknown(describe(error, context)))? {
-            Presence { disks, .. } if disks.contains(&disk.uuid) => Ok(()),
+            Presence { disks, .. } if disks.contains_key(&disk.uuid) => Ok(()),
             _ => Err(AttachError::Unknown(refused)),
         }
     }
 
-    /// Fails if a client that is no known attachment has the image open: unlike the lock of a file, that of an RBD image
-    /// goes to whoever asks for it.
-    async fn refuse_other_clients(&self, context: &AttachmentContext) -> Result<()> {
-        let object = Object::Volume(context.volume.id.clone());
-        let open =
-            self.engines.run::<_, Failure, _>(&context.pool, move |e| Ok(e.files(&object)?.open)).await?;
-        let Some(holder) = open else { return Ok(()) };
+    /// Fails if a volume that has no other attachment is in use: a program or a device of this host has its file open, or a
+    /// client has its image open. QEMU's lock does not exclude them: most take none, and that of an RBD image goes to whoever
+    /// asks for it.
+    async fn refuse_other_users(
+        &self,
+        context: &AttachmentContext,
+        source: &DiskSource,
+    ) -> Result<(), AttachError> {
+        let id = context.volume.id.clone();
+        let attached = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.attachments(None, Some(&id))?.len()) };
+        let attached = self.core.catalog().read(attached).await.map_err(AttachError::NotAttached)?;
+        if attached > 1 {
+            return Ok(());
+        }
+        let (object, source) = (Object::Volume(context.volume.id.clone()), source.clone());
+        let user = move |engine: &dyn Engine| match &source {
+            DiskSource::Rbd(_) => Ok(engine.files(&object)?.open),
+            DiskSource::File(path) => image_lock::user(path).map_err(|source| EngineError::Io {
+                what: format!("check who has {} open", path.display()),
+                source,
+            }),
+        };
+        let user = self.engines.run::<_, Failure, _>(&context.pool, move |engine| Ok(user(engine)?)).await;
+        let Some(holder) = user.map_err(AttachError::NotAttached)? else { return Ok(()) };
+        let end = match &holder {
+            Holder::Watching(_) => {
+                "end that client first, or block it with `ceph osd blocklist add` if it cannot be ended"
+            }
+            Holder::Loop(_) => "stop what uses it, and detach it with `losetup --detach`",
+            Holder::Locked(_) | Holder::Open(_) => "end that first, if it is not needed",
+        };
         let detail = format!(
-            "the volume {} is in use by {holder}, which is no attachment of it; end that client first, or block it with \
-             `ceph osd blocklist add` if it cannot be ended",
+            "the volume {} is in use by {holder}, which is no attachment of it; {end}",
             context.volume.id
         );
-        Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &context.volume.id).into())
+        let problem = Problem::new(ProblemCode::InUse, detail);
+        Err(AttachError::NotAttached(problem.about(ObjectKind::Volume, &context.volume.id).into()))
     }
 
     /// Decides whether the disk is blank, by the record that was just written: once it is attached, the node may
@@ -198,7 +250,14 @@ impl Disks {
     async fn request_detach(&self, context: &AttachmentContext, disk: &Disk) -> Result<DetachOutcome> {
         self.refuse_served_elsewhere(&context.row).await?;
         let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor)?;
-        hypervisor.detach(context.row.node, disk).await.map_err(|error| describe(error, context))
+        match hypervisor.detach(context.row.node, disk).await {
+            Err(HypervisorError::Altered(found)) => {
+                let altered = self.comparison.observed(context, &found).await?;
+                let why = altered.map_or_else(|| "it is being changed".to_owned(), |altered| altered.message);
+                Ok(DetachOutcome::StillAttached(format!("the disk stays attached: {why}")))
+            }
+            outcome => outcome.map_err(|error| describe(error, context)),
+        }
     }
 
     /// Fails if another server serves the volume's pool: that server's catalog is authoritative.
@@ -263,7 +322,7 @@ impl Disks {
         if !matches!(presence.facts.power, Power::Running { .. }) {
             return Ok((row.spec.name, Vec::new()));
         }
-        let gone = |context: &AttachmentContext| !presence.disks.contains(&context.volume.disk_uuid);
+        let gone = |context: &AttachmentContext| !presence.disks.contains_key(&context.volume.disk_uuid);
         Ok((row.spec.name, contexts.into_iter().filter(gone).map(|context| context.row).collect()))
     }
 }

@@ -64,7 +64,7 @@ impl Disks {
             .presence(context.row.node, std::slice::from_ref(disk))
             .await
             .map_err(|error| describe(error, context))?;
-        if presence.disks.contains(&disk.uuid) {
+        if presence.disks.contains_key(&disk.uuid) {
             let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
             return Ok(DetachOutcome::StillAttached(why));
         }

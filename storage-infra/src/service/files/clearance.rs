@@ -96,7 +96,7 @@ impl ObjectFiles {
         });
         let mut live = Vec::new();
         for (name, all) in futures::future::try_join_all(queries).await? {
-            let has = all.iter().filter(|one| files.complete.contains(&one.location));
+            let has = all.iter().filter(|one| files.complete.iter().any(|data| one.uses(data)));
             live.extend(has.map(|one| (name.clone(), one.clone())));
         }
         Ok(live)

@@ -133,7 +133,7 @@ impl Records {
             let own = self.hypervisors.get(&one.node.hypervisor)?;
             let presence = own.presence(one.uuid, std::slice::from_ref(&disk)).await?;
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
-            let has = presence.disks.contains(&uuid) && !has_no_disks(presence.facts.power.state());
+            let has = presence.disks.contains_key(&uuid) && !has_no_disks(presence.facts.power.state());
             let of = DiskOfPool { disk: &disk, pool: &due.pool };
             if has || self.power.prove_off(&node, &presence.facts, Some(of)).await? != DetachOutcome::Detached
             {

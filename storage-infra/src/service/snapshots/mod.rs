@@ -12,6 +12,7 @@ use infra_api::{
 use tokio::sync::oneshot;
 
 use super::core::Core;
+use super::disks::Comparison;
 use super::files::{Copies, ObjectFiles};
 use super::lookups;
 use super::pools::{Engines, PoolCapacity};
@@ -31,6 +32,7 @@ pub struct Snapshots {
     capacity: Arc<PoolCapacity>,
     files: Arc<ObjectFiles>,
     copies: Arc<Copies>,
+    comparison: Arc<Comparison>,
 }
 
 impl Snapshots {
@@ -40,8 +42,9 @@ impl Snapshots {
         capacity: Arc<PoolCapacity>,
         files: Arc<ObjectFiles>,
         copies: Arc<Copies>,
+        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, capacity, files, copies }
+        Self { core, engines, capacity, files, copies, comparison }
     }
 
     /// One snapshot.
@@ -102,6 +105,7 @@ impl Snapshots {
         let (snapshots, client) = (self.clone(), scope.clone());
         let (key, requested) = (id.clone(), spec.clone());
         let create = |started: oneshot::Sender<()>| async move {
+            snapshots.comparison.check(&requested.volume).await?;
             let _lock = snapshots.core.lock_snapshot(&key).await;
             let (scope, name, expected) = (client.clone(), key.clone(), requested.clone());
             let find = move |tx: &Tx<'_>| same_snapshot(tx, &scope, &name, &expected);

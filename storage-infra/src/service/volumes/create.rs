@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use infra_api::{
-    Change, EventKind, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec,
-    VolumeState,
+    Change, EventKind, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSource,
+    VolumeSpec, VolumeState,
 };
 use tokio::sync::oneshot;
 use uuid::Uuid;
@@ -37,6 +37,9 @@ impl Volumes {
         let volumes = self.clone();
         let (key, requested) = (id.clone(), spec.clone());
         let create = |started: oneshot::Sender<()>| async move {
+            if let Some(VolumeSource::Volume(source)) = &requested.source {
+                volumes.comparison.check(source).await?;
+            }
             let _lock = volumes.core.lock_volume(&key).await;
             let (name, expected) = (key.clone(), requested.clone());
             let found = volumes

@@ -24,6 +24,7 @@ impl VolumeChanges {
         let changes = self.clone();
         self.core
             .run_to_completion(async move {
+                changes.comparison.check(&id).await?;
                 let _lock = changes.core.lock_volume(&id).await;
                 let name = id.clone();
                 let row = changes

@@ -25,13 +25,13 @@ use infra_api::{
 use super::attachments::UnexpectedDisks;
 use super::conditions::Conditions;
 use super::core::Core;
-use super::disks::Disks;
+use super::disks::{Comparison, Disks};
 use super::files::{Copies, ObjectFiles};
 use super::lookups::{pool_of, volume_in};
 use super::pools::{Engines, PoolCapacity};
 use super::problems::Result;
 use super::records::Records;
-use crate::catalog::{AllSuspensions, AttachmentRow, Hold, MoveRow, Tx, VolumeRow};
+use crate::catalog::{AllSuspensions, AlteredDisk, AttachmentRow, Hold, MoveRow, Tx, VolumeRow};
 use crate::engine::Object;
 use crate::scope::Scope;
 
@@ -47,6 +47,7 @@ pub struct Volumes {
     copies: Arc<Copies>,
     conditions: Arc<Conditions>,
     unexpected_disks: Arc<UnexpectedDisks>,
+    comparison: Arc<Comparison>,
 }
 
 /// Changes of existing volumes: size, I/O limits and owner.
@@ -57,6 +58,7 @@ pub struct VolumeChanges {
     disks: Arc<Disks>,
     records: Arc<Records>,
     volumes: Arc<Volumes>,
+    comparison: Arc<Comparison>,
 }
 
 impl VolumeChanges {
@@ -67,8 +69,9 @@ impl VolumeChanges {
         disks: Arc<Disks>,
         records: Arc<Records>,
         volumes: Arc<Volumes>,
+        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, capacity, disks, records, volumes }
+        Self { core, engines, capacity, disks, records, volumes, comparison }
     }
 
     /// Changes the row of a volume, and publishes it if `change` says that it changed. The caller has the volume's lock.
@@ -86,8 +89,11 @@ impl VolumeChanges {
 
 /// Condition of a suspended volume.
 fn suspended(id: &VolumeId, hold: &Hold) -> Condition {
-    let message = Some(format!("the volume {id} {hold}"));
-    Condition { healthy: false, cause: Some(ConditionCause::Suspended), message }
+    abnormal(ConditionCause::Suspended, format!("the volume {id} {hold}"))
+}
+
+fn abnormal(cause: ConditionCause, message: String) -> Condition {
+    Condition { healthy: false, cause: Some(cause), message: Some(message) }
 }
 
 /// A move of a volume whose data is in this pool.
@@ -117,38 +123,46 @@ impl Volumes {
         copies: Arc<Copies>,
         conditions: Arc<Conditions>,
         unexpected_disks: Arc<UnexpectedDisks>,
+        comparison: Arc<Comparison>,
     ) -> Self {
-        Self { core, engines, capacity, files, copies, conditions, unexpected_disks }
+        Self { core, engines, capacity, files, copies, conditions, unexpected_disks, comparison }
+    }
+
+    /// Accepts the data of a volume as it is, after its disk was altered: see [`Comparison::accept`].
+    pub async fn accept(&self, id: &VolumeId) -> Result<()> {
+        self.comparison.accept(id).await
     }
 
     /// One volume.
     pub async fn get(&self, scope: &Scope, id: &VolumeId) -> Result<Volume> {
         let (scope, id) = (scope.clone(), id.clone());
-        let (row, attachments, pool, suspensions, moving) = self
+        let (row, attachments, pool, suspensions, altered, moving) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let row = volume_in(tx, &scope, &id)?;
                 let pool = pool_of(tx, &row)?;
                 let (suspensions, moving) = (tx.suspensions()?, tx.volume_move(&id)?);
-                Ok((row, tx.attachments(None, Some(&id))?, pool, suspensions, moving))
+                let altered = tx.altered_disks(&id)?;
+                Ok((row, tx.attachments(None, Some(&id))?, pool, suspensions, altered, moving))
             })
             .await?;
         let zones = self.zones(&pool.spec);
-        Ok(self.to_volume(row, &attachments, zones, &suspensions, moving))
+        Ok(self.to_volume(row, &attachments, zones, (&suspensions, &altered), moving))
     }
 
     /// One page of volumes with IDs after `after`.
     pub async fn list(&self, scope: &Scope, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let account = scope.account().cloned();
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
-        let (mut rows, attachments, pools, suspensions, mut moves) = self
+        let (mut rows, attachments, pools, suspensions, altered, mut moves) = self
             .core
             .catalog()
             .read(move |tx| -> Result<_> {
                 let rows = tx.volumes(account.as_ref(), &after, limit + 1)?;
                 let (suspensions, moves) = (tx.suspensions()?, tx.moves_by_volume()?);
-                Ok((rows, tx.attachments(None, None)?, tx.pools()?, suspensions, moves))
+                let altered = tx.all_altered_disks()?;
+                Ok((rows, tx.attachments(None, None)?, tx.pools()?, suspensions, altered, moves))
             })
             .await?;
         let more = rows.len() > limit;
@@ -164,7 +178,8 @@ impl Volumes {
             let attachments = of.remove(&row.id).unwrap_or_default();
             let zones = zones.get(&row.pool).cloned().unwrap_or_default();
             let moving = moves.remove(&row.id);
-            self.to_volume(row, &attachments, zones, &suspensions, moving)
+            let altered = altered.get(&row.id).map_or(&[][..], Vec::as_slice);
+            self.to_volume(row, &attachments, zones, (&suspensions, altered), moving)
         };
         Ok(List { items: rows.into_iter().map(item).collect(), next })
     }
@@ -179,14 +194,16 @@ impl Volumes {
         row: VolumeRow,
         attachments: &[AttachmentRow],
         zones: Vec<String>,
-        suspensions: &AllSuspensions,
+        (suspensions, altered): (&AllSuspensions, &[AlteredDisk]),
         moving: Option<MoveRow>,
     ) -> Volume {
         let copied = self.copies.copied(&Object::Volume(row.id.clone()));
         Volume {
-            condition: suspensions
-                .hold(&row)
-                .map_or_else(|| self.conditions.of(&row.id), |hold| suspended(&row.id, &hold)),
+            condition: match (suspensions.hold(&row), altered.first()) {
+                (Some(hold), _) => suspended(&row.id, &hold),
+                (None, Some(altered)) => abnormal(ConditionCause::Altered, altered.message.clone()),
+                (None, None) => self.conditions.of(&row.id),
+            },
             suspension: suspensions.of(&row.id).cloned(),
             moving: moving.map(|one| to_move(one, &row.pool, self.copies.moved(&row.id))),
             copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),

@@ -145,7 +145,9 @@ fn interfere(world: &mut World, action: Action, one: u32, other: u32) {
             }
         }
         Action::Unplug => {
-            if let Some(vm) = world.vms.get_mut(&node).filter(|vm| vm.state == State::Running) {
+            let spares_copies = world.faults.spares_moves;
+            let Some(vm) = world.vms.get_mut(&node).filter(|vm| vm.state == State::Running) else { return };
+            if !spares_copies || vm.disks[&disk].job.is_none() {
                 vm.disks.remove(&disk);
             }
         }

@@ -228,7 +228,7 @@ impl SimHost {
     ) -> Result<T> {
         self.after_jobs(node, what).await?;
         self.sim.delay().await;
-        let fault = self.sim.world().faults.next();
+        let fault = self.sim.world().faults.next_call(what);
         self.sim.world().note(|| format!("{what} at {node}: {fault:?}"));
         let uncertain = || HypervisorError::Uncertain(format!("{what} at {node}: a simulated error"));
         let done = match fault {

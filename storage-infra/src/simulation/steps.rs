@@ -100,7 +100,7 @@ const WEIGHTS: [(Action, u32); 36] = [
     (Commit, 3),
 ];
 
-/// Acts of others than the server whose outcome is not right yet: see `docs/decisions/simulation.md`.
+/// Acts of others that only take place in simulations of everything: their outcome is not right yet.
 pub(super) const UNSAFE: [Action; 3] = [Pivot, Overlay, Commit];
 
 /// A step.

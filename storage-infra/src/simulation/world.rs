@@ -275,6 +275,11 @@ impl World {
         self.vms.values().find(|vm| vm.host == OWN_HOST && vm.has_open(inode))
     }
 
+    /// Whether the server has paused a VM.
+    pub(super) fn is_paused_by_server(&self) -> bool {
+        self.vms.values().any(|vm| vm.state == State::Paused(Paused::Server))
+    }
+
     pub(super) fn rename(&mut self, from: &Path, to: &Path) {
         if let Some(inode) = self.unlink(from) {
             self.touch(to);

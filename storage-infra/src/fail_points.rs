@@ -270,7 +270,10 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
     async fn mirrored(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<MirroredDisk> {
         let found = self.0.mirrored(node, disk).await?;
         let source = found.source.clone().filter(|_| Check::OpenFile.applies());
-        Ok(MirroredDisk { source: source.or_else(|| found.source.is_some().then(|| disk.source.location())), ..found })
+        Ok(MirroredDisk {
+            source: source.or_else(|| found.source.is_some().then(|| disk.source.location())),
+            ..found
+        })
     }
 
     async fn start_mirror(

@@ -22,7 +22,10 @@ pub struct SourceFile {
 
 #[derive(Debug)]
 enum SourceData {
-    File { file: File, path: PathBuf },
+    File {
+        file: File,
+        path: PathBuf,
+    },
     Image(ImageData),
     #[cfg(test)]
     Simulated(crate::simulation::Opened),

@@ -9,8 +9,8 @@ use super::problems::{Failure, Result};
 use crate::catalog::{AttachmentRow, MoveRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::RbdLocation;
 use crate::hypervisor::DiskLocation;
-use crate::scope::Scope;
 use crate::safety::Check;
+use crate::scope::Scope;
 
 /// A pool.
 pub(super) fn pool(tx: &Tx<'_>, name: &PoolName) -> Result<PoolRow> {

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use infra_api::VolumeId;
 use uuid::Uuid;
 
+use super::Sim;
 use super::faults::Fault;
 use super::world::{Data, Inode, SLOT, World};
-use super::Sim;
 use crate::engine::adopt::ForeignImage;
 use crate::engine::{
     Clearance, Contents, CopyProgress, DirectoryVersion, Engine, EngineError, Files, Method, Object,
@@ -96,7 +96,8 @@ impl SimEngine {
 
     fn existing(&self, world: &World, object: &Object) -> Result<Inode> {
         let path = self.file(object);
-        let missing = || EngineError::Missing(format!("the file of {object} does not exist: {}", path.display()));
+        let missing =
+            || EngineError::Missing(format!("the file of {object} does not exist: {}", path.display()));
         world.inode(&path).ok_or_else(missing)
     }
 
@@ -177,7 +178,8 @@ impl SimEngine {
     /// Checks what was copied, and takes it as the content of the copy.
     fn copied_object(&self, world: &mut World, from: &Path, record: &Record, blocks: &[u64]) {
         let source = world.inode(from).and_then(|inode| world.file(inode).record.clone());
-        let reader = format!("the copy to {}", record.object().map_or_else(String::new, |one| one.to_string()));
+        let reader =
+            format!("the copy to {}", record.object().map_or_else(String::new, |one| one.to_string()));
         let wrong = match &source {
             // A move: the content is the volume's if nobody writes until it ends.
             Some(Record::Volume(volume)) if record.is_of(volume.disk_uuid) => return,
@@ -224,7 +226,8 @@ impl Engine for SimEngine {
         self.read(|world| {
             let pool = &world.pools[&self.dir];
             let names = world.names.iter().filter(|(path, _)| path.parent() == Some(&self.dir));
-            let used = |inode: &Inode| world.file(*inode).blocks.iter().filter(|block| **block != 0).count() as u64;
+            let used =
+                |inode: &Inode| world.file(*inode).blocks.iter().filter(|block| **block != 0).count() as u64;
             let used: u64 = names.map(|(_, inode)| used(inode)).sum();
             let available = if pool.is_full { 0 } else { CAPACITY.saturating_sub(used) };
             Ok(PoolFacts {
@@ -245,7 +248,8 @@ impl Engine for SimEngine {
             let mut contents = Contents::default();
             for (path, inode) in world.names.iter().filter(|(path, _)| path.parent() == Some(&self.dir)) {
                 let is_of = |object: &&Object| self.file(object) == *path || self.part(object) == *path;
-                let bytes = world.file(*inode).blocks.iter().filter(|block| **block != 0).count() as u64 * SLOT;
+                let bytes =
+                    world.file(*inode).blocks.iter().filter(|block| **block != 0).count() as u64 * SLOT;
                 match known.iter().find(is_of) {
                     Some(object) => *contents.allocated.entry(object.clone()).or_default() += bytes,
                     None => contents.unknown.push(path.display().to_string()),
@@ -333,7 +337,13 @@ impl Engine for SimEngine {
         Err(EngineError::Unsupported("no imports are simulated".to_owned()))
     }
 
-    fn complete_part(&self, _cleared: &Clearance, _part: PartFile, _bytes: u64, _record: &Record) -> Result<()> {
+    fn complete_part(
+        &self,
+        _cleared: &Clearance,
+        _part: PartFile,
+        _bytes: u64,
+        _record: &Record,
+    ) -> Result<()> {
         Err(EngineError::Unsupported("no imports are simulated".to_owned()))
     }
 
@@ -388,7 +398,8 @@ impl Engine for SimEngine {
                 found.pool = record.revision;
             }
             for (path, inode) in &world.names {
-                let is_volume = path.parent() == Some(&self.dir) && path.extension().is_some_and(|end| end == "raw");
+                let is_volume =
+                    path.parent() == Some(&self.dir) && path.extension().is_some_and(|end| end == "raw");
                 if let (true, Some(Record::Volume(record))) = (is_volume, &world.file(*inode).record) {
                     found.volumes.insert(record.id.clone(), record.revision);
                 }
@@ -398,7 +409,9 @@ impl Engine for SimEngine {
     }
 
     fn read_record(&self, object: &Object) -> Result<Option<Record>> {
-        self.read(|world| Ok(world.inode(&self.file(object)).and_then(|inode| world.file(inode).record.clone())))
+        self.read(|world| {
+            Ok(world.inode(&self.file(object)).and_then(|inode| world.file(inode).record.clone()))
+        })
     }
 
     fn write_record(&self, record: &Record) -> Result<()> {

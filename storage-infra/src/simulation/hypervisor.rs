@@ -9,13 +9,13 @@ use async_trait::async_trait;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
+use super::Sim;
 use super::faults::{Fault, Late};
 use super::world::{Job, Paused, State, Vm, VmDisk, World};
-use super::Sim;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{
-    AttachedDisk, BlockJob, Changed, DetachOutcome, Difference, Disk, DiskLocation, DiskSource, Hypervisor, HypervisorError, MirroredDisk, NodeFacts,
-    PausedVm, Power, Presence, Result, Settings, wwn,
+    AttachedDisk, BlockJob, Changed, DetachOutcome, Difference, Disk, DiskLocation, DiskSource, Hypervisor,
+    HypervisorError, MirroredDisk, NodeFacts, PausedVm, Power, Presence, Result, Settings, wwn,
 };
 
 /// A disk as libvirt shows it.
@@ -44,7 +44,9 @@ fn shown(node: Uuid, vm: &Vm, uuid: Uuid, disk: &VmDisk) -> AttachedDisk {
 fn find(node: Uuid, vm: &Vm, disk: &Disk) -> Option<(Uuid, AttachedDisk)> {
     let data = disk.source.location();
     let all = || vm.disks.iter().map(|(uuid, found)| (*uuid, shown(node, vm, *uuid, found)));
-    all().find(|(uuid, _)| *uuid == disk.uuid).or_else(|| all().find(|(_, found)| found.layers.contains(&data)))
+    all()
+        .find(|(uuid, _)| *uuid == disk.uuid)
+        .or_else(|| all().find(|(_, found)| found.layers.contains(&data)))
 }
 
 /// Releases a disk if its guest runs, and ends a copy of it. Fails if somebody else changed it.
@@ -115,12 +117,13 @@ pub(super) fn plug(world: &mut World, node: Uuid, disk: &Disk, by: By) -> Result
     let Some(inode) = world.inode(&path) else {
         return Err(HypervisorError::Refused(format!("{} does not exist", path.display())));
     };
-    let conflicts = |other: &VmDisk| other.has_open(inode) && !(other.read_only && disk.read_only) && !other.shared;
+    let conflicts =
+        |other: &VmDisk| other.has_open(inode) && !(other.read_only && disk.read_only) && !other.shared;
     let others = world.vms.iter().filter(|(uuid, _)| **uuid != node);
     let found = others.flat_map(|(_, vm)| vm.disks.values().map(move |disk| (vm, disk)));
-    let holder = found.filter(|(_, other)| conflicts(other)).map(|(vm, other)| {
-        (vm.name.clone(), other.is_foreign || by == By::Others, vm.host == host)
-    });
+    let holder = found
+        .filter(|(_, other)| conflicts(other))
+        .map(|(vm, other)| (vm.name.clone(), other.is_foreign || by == By::Others, vm.host == host));
     if let Some((other, is_expected, is_same_host)) = holder.into_iter().next() {
         if is_expected || is_same_host {
             return Err(HypervisorError::Refused(format!("{} is locked by {other}", path.display())));
@@ -278,7 +281,8 @@ impl Hypervisor for SimHost {
 
     async fn running(&self) -> Result<HashSet<Uuid>> {
         let runs = |vm: &Vm| vm.host == self.name && vm.state != State::Off;
-        let all = |world: &World| world.vms.iter().filter(|(_, vm)| runs(vm)).map(|(node, _)| *node).collect();
+        let all =
+            |world: &World| world.vms.iter().filter(|(_, vm)| runs(vm)).map(|(node, _)| *node).collect();
         Ok(self.read(all).await)
     }
 
@@ -376,7 +380,12 @@ impl Hypervisor for SimHost {
                 if vm.state == State::Paused(Paused::NoSpace) {
                     let failed = vm.disks.iter().filter(|(_, disk)| disk.is_out_of_space);
                     let out_of_space = failed.map(|(uuid, _)| *uuid).collect();
-                    all.push(PausedVm { node: *node, name: vm.name.clone(), out_of_space, failed: Vec::new() });
+                    all.push(PausedVm {
+                        node: *node,
+                        name: vm.name.clone(),
+                        out_of_space,
+                        failed: Vec::new(),
+                    });
                 }
             }
             all

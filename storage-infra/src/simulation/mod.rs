@@ -91,8 +91,7 @@ impl Sim {
     fn pass(&self, point: &str) {
         let (crashes, is_lost) = {
             let mut world = self.world();
-            let is_spared = world.faults.spares_moves && world.is_paused_by_server();
-            if world.faults.is_old || is_spared {
+            if world.faults.is_old || world.is_spared() {
                 return;
             }
             let crashes = world.faults.pass(point);

@@ -79,7 +79,9 @@ impl Request {
         };
         match self {
             Self::Create(id, spec) => match service.volumes().put(id, *spec, WAIT).await {
-                Ok((volume, _)) if volume.state == VolumeState::Creating => Answer::Again("creating".to_owned()),
+                Ok((volume, _)) if volume.state == VolumeState::Creating => {
+                    Answer::Again("creating".to_owned())
+                }
                 Ok(_) => Answer::Done,
                 Err(failure) => Answer::of(&failure, false),
             },
@@ -88,7 +90,9 @@ impl Request {
                 let size = VolumeSize { capacity_bytes: slots * SLOT, limit_bytes: None };
                 answer(service.volume_changes().expand(id, size).await.map(drop), false)
             }
-            Self::Attach(id, spec) => progress(service.attachments().attach(id, spec, None, WAIT).await, true),
+            Self::Attach(id, spec) => {
+                progress(service.attachments().attach(id, spec, None, WAIT).await, true)
+            }
             Self::Detach(id) => progress(service.attachments().detach(id, WAIT).await, false),
             Self::Fence(id) => progress(service.fencing().fence(id, WAIT).await, false),
             Self::Snapshot(id, volume) => {
@@ -101,7 +105,9 @@ impl Request {
                     Err(failure) => Answer::of(&failure, false),
                 }
             }
-            Self::DeleteSnapshot(id) => answer(service.snapshots().delete(&Scope::All, id).await.map(drop), true),
+            Self::DeleteSnapshot(id) => {
+                answer(service.snapshots().delete(&Scope::All, id).await.map(drop), true)
+            }
             Self::Move(id, pool) => {
                 answer(service.moves().begin(id, MoveSpec { pool, bytes_per_second: None }).await, false)
             }
@@ -184,7 +190,8 @@ impl Clients {
     pub(super) fn again(&self, service: &Service, is_last: bool) -> Vec<String> {
         let open: Vec<(String, Wanted)> = {
             let table = self.table();
-            let is_open = |wanted: &&Wanted| !matches!(wanted.answer, Some(Answer::Done | Answer::Refused(_)));
+            let is_open =
+                |wanted: &&Wanted| !matches!(wanted.answer, Some(Answer::Done | Answer::Refused(_)));
             let open = table.iter().filter(|(_, wanted)| is_open(wanted));
             open.map(|(about, wanted)| (about.clone(), wanted.clone())).collect()
         };

@@ -14,10 +14,10 @@ use uuid::Uuid;
 
 use super::engine::SimEngine;
 use super::hypervisor::SimHost;
+use super::mutations::switch_off;
 use super::requests::Clients;
 use super::steps::Step;
 use super::world::{Directory, OWN_HOST, State, Vm, World};
-use super::mutations::switch_off;
 use super::{CURRENT, Sim, checks};
 use crate::app;
 use crate::catalog::{Catalog, NodeRow, PoolRow, Result as CatalogResult, Tx};
@@ -25,8 +25,8 @@ use crate::engine::Engine;
 use crate::hypervisor::Hypervisor;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
-use crate::safety::Check;
 use crate::placement::{Host, Hosts};
+use crate::safety::Check;
 use crate::service::Service;
 
 /// Time for a start of the server.
@@ -160,7 +160,13 @@ impl Run {
         CURRENT.set(Some(sim.clone()));
         let passed = sim.clone();
         fail_point::set_hook(Some(Rc::new(move |point| passed.pass(point))));
-        Self { sim, catalog: Arc::new(Mutex::new(catalog)), clients: Clients::default(), server: None, old: None }
+        Self {
+            sim,
+            catalog: Arc::new(Mutex::new(catalog)),
+            clients: Clients::default(),
+            server: None,
+            old: None,
+        }
     }
 
     fn take(&mut self, steps: &[Step]) -> Result<(), (usize, String)> {
@@ -231,7 +237,9 @@ impl Run {
         while !recovery.is_finished() {
             self.sim.world().come_late();
             match self.wait(RECOVERY_SLICE) {
-                End::Time if self.sim.world().now() > end => return Err("the server's recovery does not end".to_owned()),
+                End::Time if self.sim.world().now() > end => {
+                    return Err("the server's recovery does not end".to_owned());
+                }
                 End::Time => {}
                 ended => return Ok(ended),
             }

@@ -275,9 +275,10 @@ impl World {
         self.vms.values().find(|vm| vm.host == OWN_HOST && vm.has_open(inode))
     }
 
-    /// Whether the server has paused a VM.
-    pub(super) fn is_paused_by_server(&self) -> bool {
-        self.vms.values().any(|vm| vm.state == State::Paused(Paused::Server))
+    /// Whether faults are left out now, because the server has paused a VM.
+    pub(super) fn is_spared(&self) -> bool {
+        let is_paused = |vm: &Vm| vm.state == State::Paused(Paused::Server);
+        self.faults.spares_moves && self.vms.values().any(is_paused)
     }
 
     pub(super) fn rename(&mut self, from: &Path, to: &Path) {
@@ -344,7 +345,9 @@ impl World {
             self.mirror(node, disk, job, slot, number);
         }
         self.oracle.acknowledge(disk, slot, number);
-        self.note(|| format!("{} wrote {number} to block {slot} of {}", self_name(&node), found.path.display()));
+        self.note(|| {
+            format!("{} wrote {number} to block {slot} of {}", self_name(&node), found.path.display())
+        });
     }
 
     fn put(&mut self, inode: Inode, slot: usize, number: u64) {

@@ -13,7 +13,11 @@ pub(in crate::catalog) struct Inline {
 
 impl Threads {
     /// No threads: transactions run on the caller's.
-    pub(in crate::catalog) fn inline(connection: Arc<Mutex<Connection>>, lease: Lease, sim: Arc<Sim>) -> Self {
+    pub(in crate::catalog) fn inline(
+        connection: Arc<Mutex<Connection>>,
+        lease: Lease,
+        sim: Arc<Sim>,
+    ) -> Self {
         let (_, ended) = mpsc::channel();
         let inline = Some(Inline { connection, lease, sim });
         Self {

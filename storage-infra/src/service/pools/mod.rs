@@ -25,8 +25,8 @@ use crate::engine::{EngineError, RbdLocation, Record};
 use crate::placement::Hosts;
 
 pub use capacity::PoolCapacity;
-pub use engines::MakeEngine;
 pub(super) use capacity::{CapacityInputs, Facts, PoolView, Precision};
+pub use engines::MakeEngine;
 pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind, by_kind, timeout_of};
 pub(super) use last_pass::LastPass;
 pub(super) use revisions::{RECOVER, RevisionCheck};
@@ -291,7 +291,10 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let engines = Arc::new(Engines::new(crate::service::pools::by_kind(dir.path().join("data")), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(Engines::new(
+            crate::service::pools::by_kind(dir.path().join("data")),
+            crate::lease::Lease::unlimited(),
+        ));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -26,7 +26,10 @@ impl Site {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("pool")).unwrap();
         let core = core_in(&dir);
-        let engines = Arc::new(Engines::new(crate::service::pools::by_kind(dir.path().join("data")), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(Engines::new(
+            crate::service::pools::by_kind(dir.path().join("data")),
+            crate::lease::Lease::unlimited(),
+        ));
         let spec = PoolSpec {
             engine: EngineKind::File,
             path: dir.path().join("pool").to_str().unwrap().to_owned(),

@@ -60,7 +60,10 @@ impl Site {
         };
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let engines = Arc::new(Engines::new(crate::service::pools::by_kind(dir.path().join("data")), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(Engines::new(
+            crate::service::pools::by_kind(dir.path().join("data")),
+            crate::lease::Lease::unlimited(),
+        ));
         engines.of(&pool).claim(&pool_record(&pool, 1)).unwrap();
         let conditions = Arc::new(Conditions::new(core.clone()));
         let monitor = Arc::new(PoolMonitor::new(core, engines, conditions, Arc::default()));

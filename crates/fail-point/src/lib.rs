@@ -65,9 +65,11 @@ pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -
 
 /// Calls this at each pass of a fail point on this thread from now on, with the name of the point; `None` ends that. It may
 /// unwind, and so end the task that passes the point.
-#[cfg(debug_assertions)]
 pub fn set_hook(hook: Option<std::rc::Rc<dyn Fn(&str)>>) {
+    #[cfg(debug_assertions)]
     points::set_hook(hook);
+    #[cfg(not(debug_assertions))]
+    drop(hook);
 }
 
 /// Source location of a closure of this type: `<module>.<function>`.

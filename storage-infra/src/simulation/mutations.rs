@@ -9,7 +9,7 @@ thread_local! {
 }
 
 /// Each of these is found.
-pub(super) const MUTATIONS: [Check; 14] = [
+pub(super) const MUTATIONS: [Check; 9] = [
     Check::SingleWriter,
     Check::EndedIds,
     Check::LiveEvidence,
@@ -19,11 +19,6 @@ pub(super) const MUTATIONS: [Check; 14] = [
     Check::Unpause,
     Check::Resume,
     Check::OpenFile,
-    Check::Switching,
-    Check::InterruptedCopy,
-    Check::ConsistentCopy,
-    Check::Unfinished,
-    Check::Discard,
 ];
 
 /// Whether a check is made on this thread.

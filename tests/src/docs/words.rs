@@ -34,7 +34,7 @@ const OTHERS: [(&str, &str); 12] = [
     ("umount", "--lazy --force"),
     ("dpkg-query", "--show"),
     ("sha256sum", "--check"),
-    ("cargo test", "--nocapture --test-threads"),
+    ("cargo test", "--nocapture --test --test-threads"),
     ("cargo fuzz", "--sanitizer"),
     ("git", "--depth"),
 ];

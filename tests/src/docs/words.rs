@@ -28,7 +28,7 @@ const OTHERS: [(&str, &str); 12] = [
     ),
     (
         "virsh",
-        "--active --disk-only --pivot --state-paused --with-managed-save --live --persistent --undefinesource --copy-storage-all",
+        "--abort --active --disk-only --pivot --state-paused --with-managed-save --live --persistent --undefinesource --copy-storage-all",
     ),
     ("ceph and rbd", "--allow-shrink --conf --image --long"),
     ("umount", "--lazy --force"),

@@ -108,6 +108,13 @@ impl At {
         layer
     }
 
+    /// Copies the disk of a volume, as a tool does.
+    fn blockcopy(&self, volume: &Volume, to: &Path, more: &[&str]) {
+        let (name, target) = (self.name(), self.target(volume));
+        let copy = ["blockcopy", &name, &target, "--dest", text(to), "--format", "raw", "--transient-job"];
+        self.virsh(&[&copy, more].concat());
+    }
+
     fn write(&self, volume: &Volume, pattern: u8, at: u64) {
         self.libvirt.write(self.node, volume.disk_uuid, pattern, at);
     }
@@ -241,18 +248,7 @@ async fn a_copy_by_somebody_else_is_told_and_ended_by_its_owner() {
     at.add_far().await;
     let made = at.attached("v").await;
     let copy = at.site.path("copy.raw");
-    at.virsh(&[
-        "blockcopy",
-        &at.name(),
-        &at.target(&made),
-        "--dest",
-        text(&copy),
-        "--format",
-        "raw",
-        "--transient-job",
-        "--bandwidth",
-        "1",
-    ]);
+    at.blockcopy(&made, &copy, &["--bandwidth", "1"]);
     let message = at.altered("v").await;
     assert!(message.contains(text(&copy)), "{message}");
     assert_eq!(
@@ -270,18 +266,7 @@ async fn a_disk_that_was_exchanged_for_another_file_is_not_detached() {
     at.add_far().await;
     let made = at.attached("v").await;
     let copy = at.site.path("copy.raw");
-    at.virsh(&[
-        "blockcopy",
-        &at.name(),
-        &at.target(&made),
-        "--dest",
-        text(&copy),
-        "--format",
-        "raw",
-        "--transient-job",
-        "--wait",
-        "--pivot",
-    ]);
+    at.blockcopy(&made, &copy, &["--wait", "--pivot"]);
     at.write(&made, 0x33, 0);
     at.refuses_everything("v").await;
     let message = at.altered("v").await;
@@ -290,19 +275,7 @@ async fn a_disk_that_was_exchanged_for_another_file_is_not_detached() {
     assert!(at.libvirt.has(at.node, made.disk_uuid));
     // Back again: the copy has everything.
     let file = at.site.file(&volume("v"));
-    at.virsh(&[
-        "blockcopy",
-        &at.name(),
-        &at.target(&made),
-        "--dest",
-        text(&file),
-        "--format",
-        "raw",
-        "--transient-job",
-        "--reuse-external",
-        "--wait",
-        "--pivot",
-    ]);
+    at.blockcopy(&made, &file, &["--reuse-external", "--wait", "--pivot"]);
     at.healed("v").await;
     until("the disk is detached", async || at.detach("v").await.is_ok()).await;
     assert_eq!(at.site.read(&volume("v"), 1, 0), [0x33]);

@@ -20,6 +20,7 @@ use crate::service::lookups;
 use crate::service::pools::Engines;
 use crate::service::power::has_no_disks;
 use crate::service::problems::Result;
+use crate::service::transfers::blocking;
 
 /// Time for one disk to be compared again; one volume that is locked for long does not delay others.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,13 +43,7 @@ struct Expected {
     altered: Option<AlteredDisk>,
 }
 
-impl Expected {
-    fn differences(&self, found: &AttachedDisk) -> Vec<Difference> {
-        differences(found, &self.disk, self.moving_to.as_ref())
-    }
-}
-
-/// The differences of a disk. Paths may be written in several ways.
+/// The differences of a disk. Paths may be written in several ways. Blocks if the filesystem of a path does.
 fn differences(found: &AttachedDisk, expected: &Disk, moving_to: Option<&DiskLocation>) -> Vec<Difference> {
     let all = found.differences(expected, moving_to);
     if !all.iter().any(Difference::diverts_writes) {
@@ -81,7 +76,7 @@ enum Verdict {
     Altered { diverted: bool, message: String },
 }
 
-/// Decides by what a VM has: its disk with the differences, or no disk, although it may have `may_have_disk`.
+/// Decides by what a VM has: its disk with the differences, or no disk.
 fn decide(known: Option<&AlteredDisk>, found: Option<(&AttachedDisk, &[Difference])>) -> Verdict {
     match found {
         // Where writes went is not known any more. Otherwise there is no disk that could be wrong.
@@ -92,8 +87,6 @@ fn decide(known: Option<&AlteredDisk>, found: Option<(&AttachedDisk, &[Differenc
             let message = Described { disk, differences }.to_string();
             match known {
                 Some(known) if known.diverted == diverted && known.message == message => Verdict::Keep,
-                // Another VM may have the disk of a shared volume right; this one has not been observed so.
-                Some(known) if known.diverted && !diverted => Verdict::Altered { diverted: false, message },
                 _ => Verdict::Altered { diverted, message },
             }
         }
@@ -172,7 +165,8 @@ impl Comparison {
             let (wwn, data) = (Some(expected.disk.wwn()), expected.disk.source.location());
             let disk = disks.iter().find(|disk| disk.wwn == wwn);
             let disk = disk.or_else(|| disks.iter().find(|disk| disk.layers.contains(&data)));
-            let differs = disk.is_some_and(|disk| !expected.differences(disk).is_empty());
+            let moving_to = expected.moving_to.as_ref();
+            let differs = disk.is_some_and(|disk| !disk.differences(&expected.disk, moving_to).is_empty());
             if differs || expected.altered.is_some() {
                 found.push(expected.context.row);
             }
@@ -246,7 +240,13 @@ impl Comparison {
         expected: &Expected,
         found: Option<&AttachedDisk>,
     ) -> Result<Option<AlteredDisk>> {
-        let differences = found.map(|disk| expected.differences(disk)).unwrap_or_default();
+        let differences = match found.cloned() {
+            None => Vec::new(),
+            Some(found) => {
+                let (disk, moving_to) = (expected.disk.clone(), expected.moving_to.clone());
+                blocking(move || Ok(differences(&found, &disk, moving_to.as_ref()))).await?
+            }
+        };
         let known = expected.altered.as_ref();
         let (volume, node) = (expected.context.volume.id.clone(), expected.context.row.node);
         let altered = match decide(known, found.map(|disk| (disk, differences.as_slice()))) {

@@ -105,11 +105,6 @@ impl Records {
         self.log
     }
 
-    /// Continues on another path to the same data.
-    pub fn moved_to(self, path: &Path) -> Result<Self> {
-        self.close().resume(path)
-    }
-
     /// See [`Log::verify_since`].
     pub fn verify_since(&self, acknowledged: u64, path: &Path) -> Result<()> {
         self.log.verify_since(acknowledged, path)

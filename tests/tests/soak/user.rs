@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use infra_api::{AttachmentState, VolumeState};
 use lab::LoopNode;
 use tests::driver::{self, Driver};
-use tests::records::Records;
+use tests::records::{Log, Records};
 use tests::{MIB, PATIENCE, Scenario, bytes, eventually};
 use tonic::{Code, Status};
 
@@ -32,7 +32,7 @@ pub struct User {
     /// The disks of attached volumes.
     disks: BTreeMap<Number, PathBuf>,
     /// The written records, by the volume that they were first written to.
-    records: BTreeMap<Number, Records>,
+    records: BTreeMap<Number, Log>,
 }
 
 impl User {
@@ -108,7 +108,6 @@ impl User {
                 let disk =
                     self.call_until_final(|driver| async move { driver.publish(handle, node).await }).await?;
                 self.disks.insert(volume, bytes::device(&self.vms[vm], &disk));
-                self.move_records(volume).await?;
                 "attach"
             }
             Operation::Contend { volume, vm } => {
@@ -131,13 +130,15 @@ impl User {
                 "contend"
             }
             Operation::Write { volume, records } => {
+                let disk = &self.disks[&volume];
+                // Open only while it is written: a volume whose file is open is not attached.
                 let mut own = match self.records.remove(&volume) {
-                    Some(records) => records,
-                    None => Records::begin(&self.disks[&volume], RECORDS_SIZE)?,
+                    Some(log) => log.resume(disk)?,
+                    None => Records::begin(disk, RECORDS_SIZE)?,
                 };
                 let appended =
                     tokio::task::block_in_place(|| (0..records).try_for_each(|_| own.append().map(drop)));
-                self.records.insert(volume, own);
+                self.records.insert(volume, own.close());
                 appended?;
                 "write"
             }
@@ -152,8 +153,6 @@ impl User {
             }
             Operation::Detach { volume, vm } => {
                 self.disks.remove(&volume);
-                // Closes the disk before the detach.
-                self.move_records(volume).await?;
                 let (handle, node) = (self.handle(volume), &*self.vms[vm].name);
                 self.call_until_final(|driver| async move { driver.unpublish(handle, node).await }).await?;
                 "detach"
@@ -273,29 +272,6 @@ impl User {
             tokio::task::block_in_place(|| self.records[&writer].verify_since(count, path))?;
         }
         Ok(())
-    }
-
-    /// Continues a volume's records on the current path to its data.
-    async fn move_records(&mut self, volume: Number) -> Result<()> {
-        let Some(records) = self.records.remove(&volume) else { return Ok(()) };
-        let path = match self.disks.get(&volume) {
-            Some(disk) => disk.clone(),
-            None => self.file(volume).await?,
-        };
-        self.records.insert(volume, records.moved_to(&path)?);
-        Ok(())
-    }
-
-    async fn file(&self, volume: Number) -> Result<PathBuf> {
-        let claim = &self.handles[&volume];
-        eventually(&format!("the file of {claim}"), PATIENCE, || async {
-            let file = async {
-                let volume = self.scenario.infra_volume(claim).await?;
-                self.scenario.file_of(&volume).await
-            };
-            Ok(file.await.map_err(|error| format!("{error:#}")))
-        })
-        .await
     }
 
     fn handle(&self, number: Number) -> &str {

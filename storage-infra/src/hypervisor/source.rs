@@ -98,10 +98,12 @@ pub struct CephClient {
 /// Place of a disk's data, as a hypervisor reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DiskLocation {
-    /// File at this path.
+    /// File or block device at this path.
     File(PathBuf),
     /// RBD image of this name, in any cluster.
     Rbd(RbdImage),
+    /// Something else, described for people. No volume is there.
+    Other(String),
 }
 
 impl DiskLocation {
@@ -109,7 +111,7 @@ impl DiskLocation {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
-            Self::Rbd(_) => None,
+            Self::Rbd(_) | Self::Other(_) => None,
         }
     }
 }
@@ -119,6 +121,7 @@ impl fmt::Display for DiskLocation {
         match self {
             Self::File(path) => path.display().fmt(f),
             Self::Rbd(image) => image.fmt(f),
+            Self::Other(what) => f.write_str(what),
         }
     }
 }

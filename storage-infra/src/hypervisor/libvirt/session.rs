@@ -350,6 +350,7 @@ impl Session {
         })?;
         let data = [disk.source.location()];
         let Some(found) = defined.find(disk.uuid).filter(|found| found.layers == data) else { return Ok(()) };
+        self.may_act()?;
         domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_CONFIG).map(drop).map_err(|e| {
             self.error(&format!("remove the disk {} from the definition of domain {node}", disk.uuid), &e)
         })

@@ -233,13 +233,22 @@ fn settings(disk: roxmltree::Node<'_, '_>) -> Settings {
     }
 }
 
-/// Where the data of a disk is by its `<source>`.
+/// Where the data of a disk is by its `<source>`. A layer of an unknown kind is a layer all the same.
 fn location(source: roxmltree::Node<'_, '_>) -> Option<DiskLocation> {
-    if let Some(file) = source.attribute("file") {
+    let other = || {
+        let all: Vec<String> = source.attributes().map(|a| format!("{}={}", a.name(), a.value())).collect();
+        (!all.is_empty()).then(|| DiskLocation::Other(format!("a source with {}", all.join(", "))))
+    };
+    known_location(source).or_else(other)
+}
+
+/// The file, block device or RBD image that an element names.
+fn known_location(element: roxmltree::Node<'_, '_>) -> Option<DiskLocation> {
+    if let Some(file) = element.attribute("file").or_else(|| element.attribute("dev")) {
         return Some(DiskLocation::File(file.into()));
     }
-    let is_rbd = source.attribute("protocol") == Some("rbd");
-    source.attribute("name").filter(|_| is_rbd).and_then(RbdImage::parse).map(DiskLocation::Rbd)
+    let is_rbd = element.attribute("protocol") == Some("rbd");
+    element.attribute("name").filter(|_| is_rbd).and_then(RbdImage::parse).map(DiskLocation::Rbd)
 }
 
 /// The kind of a disk, and its `<auth>` and `<source>`.
@@ -292,7 +301,7 @@ fn attribute(text: Option<&str>) -> Result<String, AttachError> {
 fn mirror(element: roxmltree::Node<'_, '_>) -> Option<(DiskLocation, MirrorState)> {
     let source = element.children().find(|node| node.has_tag_name("source"));
     // Before the copy has begun, only the element itself names the file.
-    let to = source.and_then(location).or_else(|| location(element))?;
+    let to = source.and_then(location).or_else(|| known_location(element))?;
     let state = match element.attribute("ready") {
         Some("yes") => MirrorState::Ready,
         Some("pivot") => MirrorState::Pivoting,
@@ -508,9 +517,9 @@ mod tests {
         let disk = |inner: &str| {
             domain(&format!("<disk>{inner}<target dev='sda' bus='scsi'/></disk>")).disks[0].clone()
         };
-        let base = "<backingStore type='file'><format type='raw'/><source file='/v.raw'/><backingStore/></backingStore>";
+        let base_xml = "<backingStore type='file'><format type='raw'/><source file='/v.raw'/><backingStore/></backingStore>";
         let found =
-            disk(&format!("<driver type='qcow2' cache='none'/><source file='/top'/>{base}<transient/>"));
+            disk(&format!("<driver type='qcow2' cache='none'/><source file='/top'/>{base_xml}<transient/>"));
         let [top, base] = ["/top", "/v.raw"].map(|path| DiskLocation::File(path.into()));
         assert_eq!(found.layers, [top, base.clone()]);
         let settings =
@@ -520,8 +529,13 @@ mod tests {
             "<source file='/top'/><mirror type='file' job='active-commit'><source file='/v.raw'/></mirror>",
         );
         let attached = committed.attached_to(Uuid::nil(), &LiveDomain::default());
-        assert_eq!(attached.job, Some(BlockJob { is_commit: true, to: base }));
-        assert_eq!(disk("<source dev='/dev/sdx'/>").layers, []);
+        assert_eq!(attached.job, Some(BlockJob { is_commit: true, to: base.clone() }));
+        // A layer that is no file hides what is below it.
+        for (top, path) in [("dev='/dev/sdx'", "/dev/sdx"), ("protocol='nbd' name='x'", "protocol=nbd")] {
+            let found = disk(&format!("<source {top}/>{base_xml}"));
+            assert!(found.layers[0].to_string().contains(path) && found.layers[1] == base, "{found:?}");
+        }
+        assert_eq!(disk("").layers, []);
     }
 
     #[test]

@@ -204,6 +204,50 @@ async fn a_layer_is_remembered_when_the_vm_stops_and_an_operator_accepts_the_dat
     assert_eq!(at.site.read(&volume("v"), 1, 4096), [0x22]);
 }
 
+/// A loop device until it is dropped.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn on(file: &Path) -> Self {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[tokio::test]
+async fn a_layer_on_a_block_device_is_seen_too() {
+    let at = At::new().await;
+    let made = at.attached("v").await;
+    let file = at.site.path("layer.img");
+    fs::File::create(&file).unwrap().set_len(4 * SIZE).unwrap();
+    let device = LoopDevice::on(&file);
+    let spec = format!("{},snapshot=external,stype=block,file={}", at.target(&made), device.0);
+    at.virsh(&[
+        "snapshot-create-as",
+        &at.name(),
+        "backup",
+        "--disk-only",
+        "--no-metadata",
+        "--diskspec",
+        &spec,
+    ]);
+    at.write(&made, 0x22, 4096);
+    let message = at.altered("v").await;
+    assert!(message.contains(&device.0), "{message}");
+    at.detach("v").await.unwrap_err();
+    at.virsh(&["blockcommit", &at.name(), &at.target(&made), "--active", "--pivot", "--wait"]);
+    at.healed("v").await;
+    until("the disk is detached", async || at.detach("v").await.is_ok()).await;
+    assert_eq!(at.site.read(&volume("v"), 1, 4096), [0x22]);
+}
+
 #[tokio::test]
 async fn a_vm_that_was_restarted_does_not_get_the_file_below_a_layer() {
     let at = At::new().await;
@@ -352,15 +396,10 @@ async fn who_has_the_file_open_is_asked_before_it_is_attached() {
     let id = volume("v");
     at.server.client.put_volume(&id, &size(SIZE), SOON).await.unwrap();
     let file = at.site.file(&id);
-    let losetup = |arguments: &[&str]| {
-        let output = Command::new("losetup").args(arguments).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap().trim().to_owned()
-    };
-    let device = losetup(&["--find", "--show", text(&file)]);
+    let device = LoopDevice::on(&file);
     let refused = detail(at.attach("a1", "v", at.node).await);
-    losetup(&["--detach", &device]);
-    assert!(refused.contains(&device), "{refused}");
+    assert!(refused.contains(&device.0), "{refused}");
+    drop(device);
     let process = Opener::of(&file);
     let refused = detail(at.attach("a2", "v", at.node).await);
     assert!(refused.contains(&process.0.id().to_string()) && refused.contains("sleep"), "{refused}");

@@ -114,12 +114,31 @@ fn openers(image: &Metadata) -> Vec<Process> {
     let opener = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
         let process = entry.path();
-        let mut files = fs::read_dir(process.join("fd")).ok()?.flatten();
-        let has_it_open = pid != std::process::id() && files.any(|file| is_open_as(&process, &file, image));
-        let name = || fs::read_to_string(entry.path().join("comm")).unwrap_or_default().trim().to_owned();
+        let has_it_open =
+            pid != std::process::id() && has_open(&process, image)? && outlasts_exec(&process, image)?;
+        let name = || fs::read_to_string(process.join("comm")).unwrap_or_default().trim().to_owned();
         has_it_open.then(|| Process { pid, name: name() })
     };
     processes.flatten().filter_map(opener).collect()
+}
+
+fn has_open(process: &Path, image: &Metadata) -> Option<bool> {
+    let mut files = fs::read_dir(process.join("fd")).ok()?.flatten();
+    Some(files.any(|file| is_open_as(process, &file, image)))
+}
+
+/// Whether a process has an image open that does not lose it with `exec`. A program that this process starts has the files
+/// of this process until then.
+fn outlasts_exec(process: &Path, image: &Metadata) -> Option<bool> {
+    let program = |process: &Path| fs::read_link(process.join("exe"));
+    let is_child = parent(process)? == std::process::id();
+    let is_before_exec = is_child && program(process).ok() == program(Path::new("/proc/self")).ok();
+    if is_before_exec { Some(false) } else { has_open(process, image) }
+}
+
+fn parent(process: &Path) -> Option<u32> {
+    let status = fs::read_to_string(process.join("status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
 /// Whether an open file of a process is an image. The kernel tells the inode number without access to the file's filesystem,
@@ -217,5 +236,38 @@ mod tests {
         assert!(Command::new("losetup").arg("--detach").arg(&device).status().unwrap().success());
         assert_eq!(found.unwrap(), Some(Holder::Loop(device)));
         assert_eq!(holder(&dir.path().join("w.raw")).unwrap(), None);
+    }
+
+    #[test]
+    fn a_program_that_is_being_started_is_no_user_of_the_files_of_this_process() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = image(&dir);
+        let open = File::open(&image).unwrap();
+        std::thread::scope(|threads| {
+            let starting = threads.spawn(|| {
+                for _ in 0..400 {
+                    assert!(Command::new("true").status().unwrap().success());
+                }
+            });
+            while !starting.is_finished() {
+                assert_eq!(user(&image).unwrap(), None);
+            }
+        });
+        drop(open);
+    }
+
+    #[test]
+    fn a_program_that_this_process_started_is_a_user_of_the_file_that_it_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = image(&dir);
+        let stdin = File::open(&image).unwrap();
+        let mut child = Command::new("sleep").arg("60").stdin(stdin).spawn().unwrap();
+        let found = user(&image);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(
+            found.unwrap(),
+            Some(Holder::Open(vec![Process { pid: child.id(), name: "sleep".into() }]))
+        );
     }
 }

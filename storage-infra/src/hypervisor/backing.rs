@@ -40,12 +40,12 @@ impl Backing {
         self.identity.is_some()
     }
 
-    /// Whether the file backs a device. One that is missing is recognized by its path.
+    /// Whether the file backs a device. A file that is missing, or is being released, is recognized by its path.
     pub(super) fn backs(&self, device: &Device) -> bool {
-        match &self.identity {
+        match (&self.identity, &device.identity) {
             // Some versions of losetup pad the numbers with spaces.
-            Some((inode, filesystem)) => device.inode == *inode && device.filesystem.trim() == filesystem,
-            None => device.file.as_ref().is_some_and(|file| {
+            (Some((inode, filesystem)), Some((backing, on))) => inode == backing && filesystem == on.trim(),
+            _ => device.file.as_ref().is_some_and(|file| {
                 let file = file.to_string_lossy();
                 Path::new(file.trim_end_matches(" (deleted)")) == self.path
             }),

@@ -13,8 +13,8 @@ use super::{HypervisorError, Result};
 pub(super) struct Device {
     pub(super) name: PathBuf,
     pub(super) file: Option<PathBuf>,
-    pub(super) inode: u64,
-    pub(super) filesystem: String,
+    /// Inode number and filesystem of the file; `None` while the kernel releases it.
+    pub(super) identity: Option<(u64, String)>,
     pub(super) read_only: bool,
     pub(super) autoclear: bool,
 }
@@ -35,16 +35,18 @@ struct Listed {
 }
 
 impl Listed {
-    /// `None` if the device has no backing file: the kernel has released it.
+    /// `None` if the device has no backing file.
     fn backed(self) -> Option<Device> {
+        let identity = self.inode.zip(self.filesystem);
+        if identity.is_none() && self.file.is_none() {
+            return None;
+        }
         Some(Device {
             name: self.name,
             file: self.file,
-            inode: self.inode?,
-            filesystem: self.filesystem?,
             read_only: self.read_only.unwrap_or(false),
-            // If unknown, the device is being removed.
-            autoclear: self.autoclear.unwrap_or(true),
+            autoclear: identity.is_none() || self.autoclear.unwrap_or(true),
+            identity,
         })
     }
 }
@@ -91,12 +93,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_disappears_during_listing_is_omitted() {
+    fn a_device_that_is_released_is_listed_until_it_has_no_file() {
         let list = r#"{"loopdevices": [
             {"name": "/dev/loop0", "back-ino": 7, "back-maj:min": "254:0", "ro": true, "autoclear": false},
-            {"name": "/dev/loop1", "back-ino": null, "back-maj:min": null, "ro": false, "autoclear": false}]}"#;
-        let devices = parse(list).unwrap();
-        assert_eq!(devices.len(), 1);
-        assert_eq!((devices[0].inode, devices[0].read_only, devices[0].autoclear), (7, true, false));
+            {"name": "/dev/loop1", "back-file": "/v", "back-ino": null, "back-maj:min": null, "ro": false,
+             "autoclear": false},
+            {"name": "/dev/loop2", "back-ino": null, "back-maj:min": null, "ro": false, "autoclear": false}]}"#;
+        let found = parse(list).unwrap().into_iter().map(|one| (one.identity, one.read_only, one.autoclear));
+        let expected = [(Some((7, "254:0".to_owned())), true, false), (None, false, true)];
+        assert_eq!(found.collect::<Vec<_>>(), expected);
     }
 }

@@ -101,6 +101,9 @@ enum Bench {
         /// Only a storage-infra, which is started for this, without clusters.
         #[arg(long)]
         storage_infra: bool,
+        /// With --storage-infra: attach this many volumes to VMs without a system, in a libvirtd that is started for this.
+        #[arg(long, requires = "storage_infra", default_value_t = 0)]
+        attached: u32,
     },
     /// Volumes created at a constant rate in a storage-infra that is started for this, without clusters.
     Sustain(sustain::Load),
@@ -198,6 +201,7 @@ impl Bench {
             Self::Clone(_) => "clone",
             Self::Retry { .. } => "retry",
             Self::Idle { storage_infra: false, .. } => "idle",
+            Self::Idle { storage_infra: true, attached: 1.., .. } => "idle-attached",
             Self::Idle { storage_infra: true, .. } => "idle-storage-infra",
             Self::Sustain(_) => "sustain",
             Self::Memory { .. } => "memory",
@@ -236,10 +240,13 @@ impl Bench {
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
             Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
             Self::Retry { work, seconds } => retry::run(report, work, *seconds).await,
-            Self::Idle { volumes, seconds, storage_infra: false } => {
+            Self::Idle { volumes, seconds, storage_infra: false, .. } => {
                 idle::run(report, volumes, *seconds).await
             }
-            Self::Idle { volumes, seconds, storage_infra: true } => {
+            Self::Idle { seconds, storage_infra: true, attached: attached @ 1.., .. } => {
+                idle::run_attached(report, *attached, *seconds).await
+            }
+            Self::Idle { volumes, seconds, storage_infra: true, .. } => {
                 idle::run_alone(report, volumes, *seconds).await
             }
             Self::Sustain(load) => sustain::run(report, load).await,

@@ -28,8 +28,13 @@ pub(crate) struct StorageInfra {
 }
 
 impl StorageInfra {
-    /// Starts a server with an empty pool.
+    /// Starts a server with an empty pool and simulated VMs.
     pub(crate) async fn start() -> Result<Self> {
+        Self::start_with(|folder| format!("simulated=simulated:{}", folder.join("vms").display())).await
+    }
+
+    /// The same with the hypervisor of this flag, for which it gets the server's directory.
+    pub(crate) async fn start_with(hypervisor: impl FnOnce(&Path) -> String) -> Result<Self> {
         let target = lab::run::target_dir()?;
         let program = target.join("release/storage-infra");
         let parent = target.join("bench");
@@ -41,7 +46,7 @@ impl StorageInfra {
         let init = init.with_context(|| format!("cannot run {}", program.display()))?;
         ensure!(init.status.success(), "storage-infra pki init: {}", String::from_utf8_lossy(&init.stderr));
         let [api, http] = [free_address()?, free_address()?];
-        let child = serve(&program, folder.path(), &api, &http)?;
+        let child = serve(&program, folder.path(), &hypervisor(folder.path()), &api, &http)?;
         let url = format!("https://{api}");
         let client = Client::new(&ClientOptions::from_pki_dir(url, &pki, Role::Operator))?;
         let server = Self { client, child, http: format!("http://{http}"), folder };
@@ -100,12 +105,12 @@ impl Drop for StorageInfra {
     }
 }
 
-fn serve(program: &Path, folder: &Path, api: &str, http: &str) -> Result<Child> {
+fn serve(program: &Path, folder: &Path, hypervisor: &str, api: &str, http: &str) -> Result<Child> {
     let path = |name: &str| -> PathBuf { folder.join(name) };
     let mut serve = Command::new(program);
     serve.args(["serve", "--listen", api, "--http-listen", http, "--clients-without-role", "refuse"]);
     serve.arg("--data-dir").arg(path("data"));
-    serve.arg("--hypervisor").arg(format!("simulated=simulated:{}", path("vms").display()));
+    serve.args(["--hypervisor", hypervisor]);
     serve.arg("--tls-cert").arg(path("pki/server.crt"));
     serve.arg("--tls-key").arg(path("pki/server.key"));
     serve.arg("--client-ca").arg(path("pki/ca.crt"));

@@ -292,7 +292,7 @@ impl Listeners {
 }
 
 /// Starts the service's periodic loops, each in a supervised task.
-fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
+pub(crate) fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     let until = || stop.clone();
     let loops: [(&str, BoxFuture<'static, ()>); 9] = [
         ("repair", service.repair().clone().run(until()).boxed()),

@@ -81,8 +81,16 @@ impl Clock {
 
 /// The present moment for people, RFC 3339 in UTC, in whole seconds. Nothing is decided by it.
 pub fn now() -> String {
-    let now = jiff::Timestamp::now();
+    let now = wall_clock();
     jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
+}
+
+fn wall_clock() -> jiff::Timestamp {
+    #[cfg(test)]
+    if let Some(now) = crate::simulation::wall_clock() {
+        return now;
+    }
+    jiff::Timestamp::now()
 }
 
 #[cfg(test)]

@@ -77,6 +77,10 @@ impl Lease {
 
 /// Time since the machine started.
 pub fn clock() -> Duration {
+    #[cfg(test)]
+    if let Some(now) = crate::simulation::boottime() {
+        return now;
+    }
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0))
 }

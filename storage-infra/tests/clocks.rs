@@ -10,16 +10,18 @@ use infra_api::{AttachmentId, ProblemCode};
 use uuid::Uuid;
 
 /// The library that fakes the time of a program.
-const LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1";
+fn library() -> String {
+    format!("/usr/lib/{}-linux-gnu/faketime/libfaketime.so.1", std::env::consts::ARCH)
+}
 
 /// A server whose wall clock follows a file.
 async fn with_clock(node: Uuid) -> (Site, Server) {
-    assert!(Path::new(LIBRARY).exists(), "install the package libfaketime");
+    assert!(Path::new(&library()).exists(), "install the package libfaketime");
     let mut site = Site::new();
     let file = site.path("offset");
     fs::write(&file, "+0").unwrap();
     site.env = vec![
-        ("LD_PRELOAD", LIBRARY.to_owned()),
+        ("LD_PRELOAD", library()),
         ("FAKETIME_TIMESTAMP_FILE", text(&file).to_owned()),
         ("FAKETIME_NO_CACHE", "1".to_owned()),
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),

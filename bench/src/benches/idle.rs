@@ -6,16 +6,21 @@ use std::time::Duration;
 
 use anyhow::Result;
 use futures::{StreamExt, TryStreamExt, stream};
+use infra_api::{Access, AttachmentId, AttachmentSpec, Labels, NodeSpec, VolumeId};
+use libvirt_kit::Libvirtd;
 use tests::Scenario;
 use tokio::time::{Instant, MissedTickBehavior, interval};
+use uuid::Uuid;
 
 use crate::cost::Meter;
 use crate::objects::{Attachments, Claims};
 use crate::report::Report;
-use crate::standalone::StorageInfra;
+use crate::standalone::{StorageInfra, TIMEOUT};
 
 /// Number of attached volumes.
 const ATTACHED: usize = 100;
+/// Volumes that are attached to each VM without a system.
+const DISKS_OF_VM: u32 = 40;
 /// Concurrent requests that create the volumes of a storage-infra without clusters.
 const AT_ONCE: usize = 32;
 /// Interval of mgmt-csi's probes.
@@ -84,6 +89,43 @@ pub async fn run_alone(report: &Report, volumes: &[u32], seconds: u64) -> Result
         let listed = server.listings().await? - listings;
         report.number(&case, "listings of the pool", "per minute", listed * 60.0 / time);
     }
+    Ok(())
+}
+
+/// Runs the bench with a storage-infra of its own, and volumes that are attached to VMs without a system in a libvirtd of its own.
+/// Beside it, the same without attached volumes.
+pub async fn run_attached(report: &Report, attached: u32, seconds: u64) -> Result<()> {
+    let mut libvirtd = Libvirtd::start();
+    let vms: Vec<Uuid> = (0..attached.div_ceil(DISKS_OF_VM)).map(|_| libvirtd.domain()).collect();
+    let server = StorageInfra::start_with(|_| format!("libvirt={}", libvirtd.uri())).await?;
+    for vm in &vms {
+        let (name, hypervisor) = (vm.to_string(), "libvirt".to_owned());
+        server
+            .client
+            .put_node(*vm, &NodeSpec { name, hypervisor, zone: None, labels: Labels::new() })
+            .await?;
+    }
+    fill(&server, attached as usize).await?;
+    for count in [0, attached] {
+        let new = stream::iter(0..count).map(anyhow::Ok);
+        let vms = &vms;
+        let attach = |number: u32| attach(&server, number, vms[(number / DISKS_OF_VM) as usize]);
+        new.try_for_each_concurrent(AT_ONCE, attach).await?;
+        probe(&server, CALM).await?;
+        let (cpu, start) = (server.cpu()?, Instant::now());
+        probe(&server, Duration::from_secs(seconds)).await?;
+        let used = (server.cpu()? - cpu).as_secs_f64();
+        let share = 100.0 * used / start.elapsed().as_secs_f64();
+        report.number(&format!("{count} attached"), "storage-infra cpu", "% of a core", share);
+    }
+    Ok(())
+}
+
+async fn attach(server: &StorageInfra, number: u32, node: Uuid) -> Result<()> {
+    let id = AttachmentId::new(format!("idle-{number}"))?;
+    let volume = VolumeId::new(format!("idle-{number}"))?;
+    let spec = AttachmentSpec { volume, node, read_only: false, access: Access::SingleNode };
+    server.client.attach(&id, &spec, TIMEOUT).await?;
     Ok(())
 }
 

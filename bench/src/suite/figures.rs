@@ -48,6 +48,7 @@ pub const FIGURES: &[Figures] = &[
         command: "idle --storage-infra --volumes 0,10000 --seconds 60",
         metrics: &["storage-infra cpu"],
     },
+    Figures { command: "idle --storage-infra --attached 1000 --seconds 60", metrics: &["storage-infra cpu"] },
     Figures {
         command: "sustain --rate 100 --seconds 60 --volumes 10000",
         metrics: &["created", "duration", "storage-infra cpu"],

@@ -14,7 +14,8 @@
 //!
 //! The point `*` is every point: `armed` with `* 7` aborts at the seventh point from then on.
 //!
-//! Each process needs its own directory.
+//! Each process needs its own directory. A test that runs a server on one thread can also set a hook for that thread, which is
+//! called at each pass: see [`set_hook`].
 
 use std::future::Future;
 
@@ -25,8 +26,8 @@ pub const DIRECTORY_VAR: &str = "NESTOR_FAIL_POINTS";
 #[inline]
 pub fn pass(name: impl FnOnce() -> String) {
     #[cfg(debug_assertions)]
-    if let Some(points) = points::active() {
-        points.pass(&name());
+    if points::is_active() {
+        points::pass(&name());
     }
     #[cfg(not(debug_assertions))]
     drop(name);
@@ -37,7 +38,7 @@ pub fn pass(name: impl FnOnce() -> String) {
 #[inline]
 pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T) -> T {
     #[cfg(debug_assertions)]
-    if let Some(name) = points::active().and_then(|_| name()) {
+    if let Some(name) = points::is_active().then(name).flatten() {
         pass(|| format!("{name}.before"));
         let outcome = work();
         pass(|| format!("{name}.after"));
@@ -56,7 +57,7 @@ pub fn effect<T, E>(
     work: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, E> {
     #[cfg(debug_assertions)]
-    if let Some(name) = points::active().and_then(|_| name()) {
+    if let Some(name) = points::is_active().then(name).flatten() {
         return match before(&name) {
             Some(why) => Err(error(why)),
             None => after(&name, error, work()),
@@ -74,7 +75,7 @@ pub async fn effect_async<T, E>(
     error: impl FnOnce(String) -> E,
     work: impl Future<Output = Result<T, E>>,
 ) -> Result<T, E> {
-    let Some(name) = points::active().and_then(|_| name()) else { return work.await };
+    let Some(name) = points::is_active().then(name).flatten() else { return work.await };
     match before(&name) {
         Some(why) => Err(error(why)),
         None => after(&name, error, work.await),
@@ -129,7 +130,7 @@ fn after<T, E>(name: &str, error: impl FnOnce(String) -> E, outcome: Result<T, E
 /// Async variant of [`around`].
 #[cfg(debug_assertions)]
 pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F::Output {
-    let Some(name) = points::active().and_then(|_| name()) else { return work.await };
+    let Some(name) = points::is_active().then(name).flatten() else { return work.await };
     pass(|| format!("{name}.before"));
     let outcome = work.await;
     pass(|| format!("{name}.after"));
@@ -142,6 +143,15 @@ pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work
 pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F {
     drop(name);
     work
+}
+
+/// Calls this at each pass of a fail point on this thread from now on, with the name of the point; `None` ends that. It may
+/// unwind, and so end the task that passes the point.
+pub fn set_hook(hook: Option<std::rc::Rc<dyn Fn(&str)>>) {
+    #[cfg(debug_assertions)]
+    points::set_hook(hook);
+    #[cfg(not(debug_assertions))]
+    drop(hook);
 }
 
 /// Source location of a closure of this type: `<module>.<function>`.
@@ -162,13 +172,45 @@ fn function(closure: &str) -> String {
 
 #[cfg(debug_assertions)]
 mod points {
+    use std::cell::RefCell;
     use std::fs::{self, File};
     use std::io::Write;
     use std::path::PathBuf;
+    use std::rc::Rc;
     use std::sync::{Mutex, OnceLock, PoisonError};
 
     /// Stands for every point.
     const EVERY: &str = "*";
+
+    type Hook = Rc<dyn Fn(&str)>;
+
+    thread_local! {
+        static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn set_hook(hook: Option<Hook>) {
+        HOOK.set(hook);
+    }
+
+    /// The hook of this thread.
+    fn hook() -> Option<Hook> {
+        HOOK.with_borrow(Option::clone)
+    }
+
+    /// Whether anybody wants to know of passes on this thread.
+    pub(super) fn is_active() -> bool {
+        HOOK.with_borrow(Option::is_some) || active().is_some()
+    }
+
+    /// Passes a point.
+    pub(super) fn pass(point: &str) {
+        if let Some(hook) = hook() {
+            hook(point);
+        }
+        if let Some(points) = active() {
+            points.pass(point);
+        }
+    }
 
     /// Fail points controlled by a directory.
     pub(super) struct Points {
@@ -285,6 +327,27 @@ mod tests {
         let output = command.env(super::DIRECTORY_VAR, dir.path()).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         assert!(!dir.path().join("fail").exists());
+    }
+
+    #[test]
+    fn a_hook_is_called_at_each_pass_on_its_thread_and_can_end_it() {
+        use std::cell::RefCell;
+        use std::rc::Rc;
+        let seen = Rc::new(RefCell::new(Vec::new()));
+        let passed = seen.clone();
+        super::set_hook(Some(Rc::new(move |point| {
+            passed.borrow_mut().push(point.to_owned());
+            if point == "b.after" {
+                std::panic::resume_unwind(Box::new(()));
+            }
+        })));
+        super::around(|| Some("a".to_owned()), || ());
+        std::thread::spawn(|| super::pass(|| "elsewhere".to_owned())).join().unwrap();
+        let ended = std::panic::catch_unwind(|| super::around(|| Some("b".to_owned()), || ()));
+        super::set_hook(None);
+        super::pass(|| "later".to_owned());
+        assert!(ended.is_err());
+        assert_eq!(*seen.borrow(), ["a.before", "a.after", "b.before", "b.after"]);
     }
 
     #[test]

@@ -23,6 +23,9 @@ use tokio::sync::oneshot;
 
 use super::{CatalogError, Result, Tx};
 
+#[cfg(test)]
+pub(super) mod inline;
+
 /// Number of reader threads.
 const READERS: usize = 2;
 /// Time to wait for the threads to end.
@@ -95,6 +98,9 @@ pub(super) struct Threads {
     changes: Arc<AtomicU64>,
     /// Never receives a message; disconnected when all threads have ended.
     ended: Mutex<mpsc::Receiver<()>>,
+    /// Instead of threads, the caller's thread runs transactions on this connection.
+    #[cfg(test)]
+    inline: Option<inline::Inline>,
 }
 
 impl Threads {
@@ -106,7 +112,14 @@ impl Threads {
     ) -> Result<Self> {
         let (running, ended) = mpsc::channel();
         let (writes, reads, changes) = (Queue::new(), Queue::new(), Arc::default());
-        let threads = Self { writes, reads, changes, ended: Mutex::new(ended) };
+        let threads = Self {
+            writes,
+            reads,
+            changes,
+            ended: Mutex::new(ended),
+            #[cfg(test)]
+            inline: None,
+        };
         let lock = Arc::new(lock);
         // Dropped before `threads`, whose drop waits for it, also if a thread fails to start.
         let running = running;
@@ -163,7 +176,13 @@ impl Threads {
             };
             (Box::new(when) as Answer, has_failed)
         };
-        self.writes.push(Write { work: Box::new(work), place: fail_point::function_of::<F>, unsynced });
+        let write = Write { work: Box::new(work), place: fail_point::function_of::<F>, unsynced };
+        #[cfg(test)]
+        if let Some(inline) = &self.inline {
+            inline.write(write, &self.changes).await;
+            return wait(response).await;
+        }
+        self.writes.push(write);
         wait(response).await
     }
 
@@ -175,9 +194,15 @@ impl Threads {
         F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
     {
         let (answer, response) = oneshot::channel();
-        self.reads.push(Box::new(move |tx| {
+        let read: Read = Box::new(move |tx| {
             let _ = answer.send(tx.map_err(E::from).and_then(work));
-        }));
+        });
+        #[cfg(test)]
+        if let Some(inline) = &self.inline {
+            inline.read(read).await;
+            return wait(response).await;
+        }
+        self.reads.push(read);
         wait(response).await
     }
 }

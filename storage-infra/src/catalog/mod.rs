@@ -48,6 +48,8 @@ use postgres::lead::Lead;
 
 /// Time to wait for another connection's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Number of prepared statements that a connection keeps.
+const STATEMENTS: usize = 512;
 /// Suffixes of the files of an SQLite database.
 pub const DATABASE_SUFFIXES: [&str; 3] = ["", "-wal", "-shm"];
 
@@ -190,6 +192,48 @@ impl Catalog {
         Ok(Self::of(data_dir, revision, (lead.lease().clone(), Some(lead.epoch())), threads))
     }
 
+    /// The catalog of a simulated server, in a database of [`Catalog::in_memory`].
+    #[cfg(test)]
+    pub(crate) fn simulated(
+        connection: Arc<std::sync::Mutex<Connection>>,
+        lease: Lease,
+        sim: Arc<crate::simulation::Sim>,
+    ) -> Result<Self> {
+        let revision = Self::look(&connection, |tx| tx.revision())?;
+        let threads = Threads::inline(connection, lease.clone(), sim);
+        Ok(Self::of(Path::new("/simulated"), revision, (lease, None), threads))
+    }
+
+    /// A database in memory for simulated servers.
+    #[cfg(test)]
+    pub(crate) fn in_memory(fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<Connection> {
+        let mut connection = connect(Path::new(":memory:"))?;
+        schema::migrate(&mut connection)?;
+        let tx = connection.transaction()?;
+        fill(&Tx::of(&tx))?;
+        tx.commit()?;
+        Ok(connection)
+    }
+
+    /// Reads a database in memory.
+    #[cfg(test)]
+    pub(crate) fn look<T>(
+        connection: &std::sync::Mutex<Connection>,
+        read: impl FnOnce(&Tx<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let mut open = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tx = open.transaction()?;
+        read(&Tx::of(&tx))
+    }
+
+    /// A copy of a database in memory.
+    #[cfg(test)]
+    pub(crate) fn copy_in_memory(from: &Connection) -> Result<Connection> {
+        let mut connection = connect(Path::new(":memory:"))?;
+        rusqlite::backup::Backup::new(from, &mut connection)?.step(-1)?;
+        Ok(connection)
+    }
+
     /// The lease under which this server may act on disks.
     pub fn lease(&self) -> &Lease {
         &self.0.lease
@@ -315,6 +359,8 @@ fn connect(path: &Path) -> Result<Connection> {
     connection.pragma_update(None, "journal_mode", "wal")?;
     connection.pragma_update(None, "synchronous", "full")?;
     connection.pragma_update(None, "foreign_keys", true)?;
+    // More than there are queries: each is prepared once.
+    connection.set_prepared_statement_cache_capacity(STATEMENTS);
     Ok(connection)
 }
 

@@ -13,6 +13,7 @@ use super::Object;
 use super::image_lock;
 use super::record::RecordedAttachment;
 use crate::hypervisor::{AttachedDisk, DiskLocation};
+use crate::safety::Check;
 
 /// Files of an object in its pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -132,7 +133,8 @@ impl Evidence {
         if was_empty {
             return Ok(Clearance { object: self.object, identity: self.identity, was_empty });
         }
-        let attached = (!self.live.is_empty()).then_some(Refusal::Attached(self.live));
+        let is_attached = !self.live.is_empty() && Check::LiveEvidence.applies();
+        let attached = is_attached.then_some(Refusal::Attached(self.live));
         let recorded = (!self.recorded.is_empty()).then_some(Refusal::Recorded(self.recorded));
         let stale = self.is_catalog_stale.then_some(Refusal::StaleCatalog);
         let reasons = [attached, self.files.open.map(Refusal::Open), recorded, stale];

@@ -8,6 +8,7 @@
 //! attributes of the volume's, snapshot's or marker file.
 
 mod exchange;
+mod layers;
 mod lock;
 mod ops;
 mod part;
@@ -38,6 +39,8 @@ use super::{
     PoolFacts, Record, Result, Revisions, image_lock,
 };
 
+#[cfg(test)]
+pub(crate) use layers::NOT_CHOSEN;
 pub(in crate::engine) use ops::io_error;
 pub(crate) use ops::next_data;
 use ops::{copy_sparse, exists, extend, unlink};
@@ -358,7 +361,8 @@ impl Engine for FileEngine {
 
     fn verify(&self, object: &Object, expected: Expected) -> Result<()> {
         self.check()?;
-        self.verify_file(object, expected)
+        self.verify_file(object, expected)?;
+        self.refuse_layers(object)
     }
 
     fn accept_file(&self, record: &Record, expected: Expected) -> Result<()> {
@@ -565,7 +569,9 @@ impl Engine for FileEngine {
     }
 
     fn locate(&self, object: &Object) -> Result<DiskSource> {
-        self.existing(object).map(DiskSource::File)
+        let path = self.existing(object)?;
+        self.refuse_layers(object)?;
+        Ok(DiskSource::File(path))
     }
 
     fn cut_off(&self, _id: &VolumeId) -> Result<Vec<String>> {

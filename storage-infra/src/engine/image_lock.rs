@@ -67,6 +67,10 @@ fn names(processes: &[Process]) -> String {
 /// Like [`holder`], for a file that is not this server's: also a process that has it open without a lock, as far as it is
 /// visible here.
 pub fn user(path: &Path) -> io::Result<Option<Holder>> {
+    #[cfg(test)]
+    if let Some(sim) = crate::simulation::current() {
+        return Ok(sim.user(path));
+    }
     if let Some(holder) = holder(path)? {
         return Ok(Some(holder));
     }
@@ -78,6 +82,10 @@ pub fn user(path: &Path) -> io::Result<Option<Holder>> {
 ///
 /// Treat an error as if the image were open.
 pub fn holder(path: &Path) -> io::Result<Option<Holder>> {
+    #[cfg(test)]
+    if let Some(sim) = crate::simulation::current() {
+        return Ok(sim.holder(path));
+    }
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

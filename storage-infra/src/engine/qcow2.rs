@@ -11,6 +11,8 @@ use super::{CopyProgress, EngineError, Result};
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 /// Length of the fields of the header that are read.
 const HEADER: usize = 80;
+/// Longest name of a backing file that the format allows.
+const MAX_NAME: u64 = 1023;
 /// Incompatible feature: the data is in another file.
 const EXTERNAL_DATA: u64 = 1 << 2;
 
@@ -34,6 +36,27 @@ pub fn format_of(file: &File) -> io::Result<Result<Format, String>> {
     Ok(decode(&header[..length]))
 }
 
+/// The name of the file below an image, which it was given when it was made. `None` if the file is no layer.
+pub(super) fn backing_of(file: &File) -> io::Result<Option<String>> {
+    let mut header = [0; HEADER];
+    let length = file.read_at(&mut header, 0)?;
+    if length < HEADER || !header.starts_with(MAGIC) {
+        return Ok(None);
+    }
+    let (at, size) = (number(&header, 8), number(&header, 16) >> 32);
+    if at == 0 || size > MAX_NAME {
+        return Ok(None);
+    }
+    let mut name = vec![0; usize::try_from(size).unwrap_or_default()];
+    file.read_exact_at(&mut name, at)?;
+    Ok(Some(String::from_utf8_lossy(&name).into_owned()))
+}
+
+/// Eight bytes of a header.
+fn number(header: &[u8], at: usize) -> u64 {
+    header[at..at + 8].iter().fold(0, |sum, byte| (sum << 8) | u64::from(*byte))
+}
+
 fn decode(header: &[u8]) -> Result<Format, String> {
     if !header.starts_with(MAGIC) {
         return Ok(Format::Raw);
@@ -41,10 +64,9 @@ fn decode(header: &[u8]) -> Result<Format, String> {
     if header.len() < HEADER {
         return Err("it is a truncated qcow2 image".to_owned());
     }
-    let number = |at: usize| header[at..at + 8].iter().fold(0, |sum, byte| (sum << 8) | u64::from(*byte));
-    let (version, encryption) = (number(4) >> 32, number(32) >> 32);
-    let (backing, size) = (number(8), number(24));
-    let features = if version >= 3 { number(72) } else { 0 };
+    let (version, encryption) = (number(header, 4) >> 32, number(header, 32) >> 32);
+    let (backing, size) = (number(header, 8), number(header, 24));
+    let features = if version >= 3 { number(header, 72) } else { 0 };
     match (backing, encryption, features & EXTERNAL_DATA) {
         (0, 0, 0) if version >= 2 => Ok(Format::Qcow2 { size }),
         (0, 0, 0) => Err(format!("it is a qcow image of version {version}")),

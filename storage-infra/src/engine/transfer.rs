@@ -23,12 +23,21 @@ pub struct SourceFile {
 
 #[derive(Debug)]
 enum SourceData {
-    File { file: File, path: PathBuf },
+    File {
+        file: File,
+        path: PathBuf,
+    },
     Image(ImageData),
+    #[cfg(test)]
+    Simulated(crate::simulation::Opened),
 }
 
 impl SourceData {
     fn open(source: &DiskSource) -> Result<Self> {
+        #[cfg(test)]
+        if let (Some(sim), DiskSource::File(path)) = (crate::simulation::current(), source) {
+            return sim.open(path).map(Self::Simulated);
+        }
         match source {
             DiskSource::File(path) => {
                 let file = File::open(path).map_err(io_error("open", path))?;
@@ -42,6 +51,8 @@ impl SourceData {
         match self {
             Self::File { file, path } => next_data(file, at).map_err(io_error("search for data in", path)),
             Self::Image(image) => image.next_data(at, size),
+            #[cfg(test)]
+            Self::Simulated(opened) => Ok(opened.next_data(at)),
         }
     }
 
@@ -53,6 +64,8 @@ impl SourceData {
                 Ok(data)
             }
             Self::Image(image) => image.read(start, length),
+            #[cfg(test)]
+            Self::Simulated(opened) => Ok(opened.read(start, length)),
         }
     }
 }
@@ -71,6 +84,8 @@ impl SourceFile {
                 Ok(i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec()))
             }
             SourceData::Image(image) => image.modified(),
+            #[cfg(test)]
+            SourceData::Simulated(opened) => Ok(opened.modified()),
         }
     }
 

@@ -81,7 +81,7 @@ pub use health::HealthCheck;
 pub use hosts::HostList;
 pub use moves::Moves;
 pub use nodes::Nodes;
-pub use pools::{PoolCapacity, Pools};
+pub use pools::{MakeEngine, PoolCapacity, Pools};
 pub use power::PowerStates;
 pub use problems::{Failure, Result};
 pub use repair::{PausedVms, PoolMonitor, Recovery, Repair};
@@ -130,9 +130,23 @@ impl Service {
         metrics: Metrics,
         file_dirs: Vec<PathBuf>,
     ) -> Self {
+        let (lease, epoch) = (catalog.lease().clone(), catalog.epoch());
+        let make = pools::by_kind(catalog.data_dir(), lease, epoch, clock.clone());
+        Self::with_engines(catalog, hypervisors, hosts, clock, metrics, file_dirs, make)
+    }
+
+    /// The same with engines that are made like this.
+    pub fn with_engines(
+        catalog: Catalog,
+        hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
+        hosts: Hosts,
+        clock: Clock,
+        metrics: Metrics,
+        file_dirs: Vec<PathBuf>,
+        make: MakeEngine,
+    ) -> Self {
         let hypervisors = Arc::new(Hypervisors::new(hypervisors, catalog.lease()));
-        let engines = Engines::new(catalog.data_dir(), catalog.lease().clone()).of_epoch(catalog.epoch());
-        let engines = Arc::new(engines.with_clock(clock.clone()));
+        let engines = Arc::new(Engines::new(make, catalog.lease().clone()));
         let core = Arc::new(Core::new(catalog, metrics).with_clock(clock).with_hosts(hosts));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -38,6 +38,7 @@ pub fn is_idle(site: &Site) -> bool {
 }
 
 /// Waits until the server has no background work left.
+#[cfg(feature = "ceph-tests")]
 pub async fn wait_until_idle(site: &Site) {
     until("all records are written", async || is_idle(site)).await;
 }

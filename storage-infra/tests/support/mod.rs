@@ -4,7 +4,7 @@
 mod catalog_file;
 #[cfg(feature = "ceph-tests")]
 pub mod ceph;
-pub mod libvirtd;
+pub use libvirt_kit as libvirtd;
 mod objects;
 pub mod relay;
 

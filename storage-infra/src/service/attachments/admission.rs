@@ -9,6 +9,7 @@ use infra_api::{
 use crate::catalog::{AttachmentRow, Blank, Hold, NodeRow, Tx, VolumeRow};
 use crate::clock::now;
 use crate::placement::Hosts;
+use crate::safety::Check;
 use crate::service::lookups::{node_refs, pool_of};
 use crate::service::problems::{Failure, Result};
 use crate::service::reach;
@@ -93,7 +94,7 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
         }
         return Ok(Admission::Exists(row.clone()));
     }
-    if facts.ended {
+    if facts.ended && Check::EndedIds.applies() {
         let detail = format!(
             "the attachment {id} was deleted and its ID is not reused: the request is outdated, or needs a new ID"
         );
@@ -153,7 +154,7 @@ pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Adm
     // Read-only attachments may be shared with each other, and so may multi-writer attachments.
     let shared = spec.access != Access::SingleNode
         && facts.others.iter().all(|other| other.access == spec.access && other.node != spec.node);
-    if !facts.others.is_empty() && !shared {
+    if !facts.others.is_empty() && !shared && Check::SingleWriter.applies() {
         let places: Vec<String> = facts
             .others
             .iter()
@@ -209,7 +210,9 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, hosts: &Hosts, request: AttachRequest
         Admission::Exists(_) => {}
         Admission::New(row) => {
             // The copy of the detached volume is given up: an attach does not wait for it.
-            tx.interrupt_copy(&row.volume)?;
+            if Check::InterruptedCopy.applies() {
+                tx.interrupt_copy(&row.volume)?;
+            }
             tx.insert_attachment(row)?;
         }
         Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id)?,

@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use infra_api::{AttachmentId, AttachmentSpec, AttachmentState, ProblemCode};
+use tokio::time::Instant;
 
 use super::{Attachments, Progress};
 use crate::audit;
@@ -54,7 +55,7 @@ impl Attachments {
         work: Work,
         id: &AttachmentId,
     ) -> Result<Progress> {
-        let started = tokio::time::Instant::now();
+        let started = Instant::now();
         match tokio::time::timeout(wait, work).await {
             Ok(Ok(Progress::InProgress(attachment))) => {
                 tokio::time::sleep_until(started + wait.min(INCOMPLETE_RESPONSE_DELAY)).await;

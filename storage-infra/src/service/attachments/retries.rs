@@ -3,9 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use infra_api::{AttachmentId, VolumeId};
+use tokio::time::Instant;
 
 /// First delay.
 const FIRST_DELAY: Duration = Duration::from_secs(15);

@@ -13,6 +13,7 @@ use super::context::AttachmentContext;
 use crate::catalog::{AlteredDisk, AttachmentRow, Tx};
 use crate::clock::now;
 use crate::hypervisor::{AttachedDisk, Described, Difference, Disk, DiskLocation, Presence};
+use crate::safety::Check;
 use crate::service::conditions::Conditions;
 use crate::service::core::Core;
 use crate::service::hypervisors::Hypervisors;
@@ -240,6 +241,9 @@ impl Comparison {
         expected: &Expected,
         found: Option<&AttachedDisk>,
     ) -> Result<Option<AlteredDisk>> {
+        if !Check::Altered.applies() {
+            return Ok(None);
+        }
         let differences = match found.cloned() {
             None => Vec::new(),
             Some(found) => {

@@ -1,9 +1,10 @@
 //! Proof of detachment after the hypervisor reported a disk as detached. An attachment's row is deleted only with
 //! this proof.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use infra_api::{AttachmentState, NodeState};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::Disks;

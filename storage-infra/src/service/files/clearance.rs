@@ -1,9 +1,10 @@
 //! Clearance before irreversible operations: checks all sources that know who uses an object's files, and issues the
 //! permission that the engine requires. A source that cannot be queried is a reason to refuse.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use infra_api::{NodeRef, ObjectKind, Problem, ProblemCode};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::ObjectFiles;

@@ -15,6 +15,7 @@ use crate::catalog::{PoolRow, Tx};
 use crate::engine::adopt::refuse_changed;
 use crate::engine::{Clearance, CopyProgress, Engine, EngineError, Method, Object, Record};
 use crate::hypervisor::DiskSource;
+use crate::safety::Check;
 use crate::service::lookups::refuse_writers;
 use crate::service::pools::Engines;
 use crate::service::problems::{Failure, Result};
@@ -249,6 +250,9 @@ pub(in crate::service) fn refuse_copy_while_writable(
     volume: &VolumeId,
     why: &str,
 ) -> Result<()> {
+    if !Check::ConsistentCopy.applies() {
+        return Ok(());
+    }
     refuse_writers(tx, volume, |nodes| {
         format!(
             "the volume {volume} is attached writable to {nodes}, and {why}, so it can only be copied block by block, which is \

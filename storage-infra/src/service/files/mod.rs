@@ -18,6 +18,7 @@ use super::problems::{Failure, Result};
 use super::records::Records;
 use crate::catalog::PoolRow;
 use crate::engine::{Clearance, EngineError, Object};
+use crate::safety::Check;
 
 pub(super) use copies::{Copies, Origin, refuse_copy_while_writable};
 pub(super) use receivers::{Receivers, Turn};
@@ -80,7 +81,9 @@ impl ObjectFiles {
     ) -> Result<()> {
         let pool = self.core.catalog().read(move |tx| -> Result<_> { lookups::pool(tx, &pool) }).await?;
         let cleared = self.clear(&pool, object, identity).await?;
-        self.engines.run::<_, Failure, _>(&pool, move |e| Ok(e.remove_incomplete(&cleared)?)).await?;
+        if Check::Discard.applies() {
+            self.engines.run::<_, Failure, _>(&pool, move |e| Ok(e.remove_incomplete(&cleared)?)).await?;
+        }
         self.capacity.record_removal(&pool.name, size);
         Ok(())
     }

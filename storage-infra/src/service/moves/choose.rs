@@ -6,11 +6,12 @@ use std::sync::Arc;
 use infra_api::{Change, EventKind, MoveChoice, ObjectKind, Problem, ProblemCode, VolumeId};
 
 use super::Moves;
+use super::compare::Stamp;
 use super::decide::{Step, Wait, decide};
 use super::state::State;
 use crate::audit;
 use crate::catalog::{Side, Tx};
-use crate::engine::{Engine, EngineError};
+use crate::engine::Engine;
 use crate::service::problems::{Failure, Result};
 
 /// The ending of the name that the other file gets. No file of a pool has it.
@@ -80,31 +81,25 @@ impl Moves {
         let path = self.path(&state.other, &id)?;
         let release = move |engine: &dyn Engine| {
             let dir = path.parent().unwrap_or(Path::new("/"));
-            let exists = |path: &PathBuf| std::fs::symlink_metadata(path).is_ok();
+            let exists = |path: &PathBuf| !matches!(Stamp::of(path), Ok(None));
             if exists(&path) {
                 let free = names(dir, &id).find(|one| !exists(one)).unwrap_or_default();
                 let inode = engine.check_release(&object, &free)?;
-                return engine.release_file(&cleared, &free, inode).map(|()| Some(free));
+                engine.release_file(&cleared, &free, inode)?;
+                return Ok(Some(free));
             }
             // A crash came after the rename: the last name is that of this file.
             let Some(last) = names(dir, &id).take_while(exists).last() else { return Ok(None) };
-            let inode = inode_of(&last)?;
-            engine.release_file(&cleared, &last, inode).map(|()| Some(last))
+            let Some(Stamp { inode, .. }) = Stamp::of(&last)? else { return Ok(None) };
+            engine.release_file(&cleared, &last, inode)?;
+            Ok(Some(last))
         };
-        let kept = self.engines.run::<_, EngineError, _>(&state.other, release).await?;
+        let kept = self.engines.run::<_, Failure, _>(&state.other, release).await?;
         if let Some(kept) = kept {
             tracing::warn!(volume = %state.volume.id, file = %kept.display(), "the file that was not chosen is kept under another name");
         }
         Ok(())
     }
-}
-
-fn inode_of(path: &Path) -> Result<u64, EngineError> {
-    use std::os::unix::fs::MetadataExt;
-    let what = || format!("read the metadata of {}", path.display());
-    std::fs::metadata(path)
-        .map(|found| found.ino())
-        .map_err(|source| EngineError::Io { what: what(), source })
 }
 
 fn choice_name(state: &State, side: Side) -> &infra_api::PoolName {
@@ -129,5 +124,6 @@ mod tests {
         let expected =
             ["/pool/v.1.not-chosen.img", "/pool/v.1.not-chosen.2.img", "/pool/v.1.not-chosen.3.img"];
         assert_eq!(found, expected.map(PathBuf::from));
+        assert!(expected.iter().all(|name| name.contains(crate::engine::file::NOT_CHOSEN)));
     }
 }

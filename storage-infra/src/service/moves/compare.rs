@@ -18,7 +18,7 @@ const CHUNK: usize = 1 << 20;
 /// Tells whether a file was replaced or changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stamp {
-    inode: u64,
+    pub(super) inode: u64,
     length: u64,
     modified: (i64, i64),
     changed: (i64, i64),
@@ -27,6 +27,10 @@ pub(super) struct Stamp {
 impl Stamp {
     /// `None` if there is no such file.
     pub(super) fn of(path: &Path) -> Result<Option<Self>> {
+        #[cfg(test)]
+        if let Some(sim) = crate::simulation::current() {
+            return Ok(simulated::stamp(&sim, path));
+        }
         let found = match std::fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             found => found.map_err(failed(path))?,
@@ -52,6 +56,10 @@ pub(super) fn compare(
     old_is_written: bool,
     stop: &CancellationToken,
 ) -> Result<Content> {
+    #[cfg(test)]
+    if let Some(sim) = crate::simulation::current() {
+        return simulated::compare(&sim, old, new, old_is_written);
+    }
     let one = File::open(old).map_err(failed(old))?;
     let other = match File::open(new) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::Blank),
@@ -63,11 +71,43 @@ pub(super) fn compare(
     if old_is_written {
         return Ok(Content::Different);
     }
-    let equal = is_equal(&one, &other, stop).map_err(|error| {
+    content(&one, &other, stop).map_err(|error| {
         let detail = format!("cannot compare {} with {}: {error}", old.display(), new.display());
         Failure::new(ProblemCode::Unavailable, detail)
-    })?;
-    Ok(if equal { Content::Equal } else { Content::Different })
+    })
+}
+
+fn content(old: &File, new: &File, stop: &CancellationToken) -> io::Result<Content> {
+    if !is_covered(old, new, stop)? {
+        return Ok(Content::Incomplete);
+    }
+    Ok(if is_equal(old, new, stop)? { Content::Equal } else { Content::Different })
+}
+
+/// Whether the new file has data wherever the old one has data other than zeros.
+fn is_covered(old: &File, new: &File, stop: &CancellationToken) -> io::Result<bool> {
+    let mut at = 0;
+    while let Some((start, end)) = next_data(old, at)? {
+        at = end;
+        let mut from = start;
+        while from < end {
+            refuse_stopped(stop)?;
+            let data = next_data(new, from)?;
+            let hole_end = data.map_or(end, |(start, _)| start.min(end));
+            if !is_zero(old, from, hole_end)? {
+                return Ok(false);
+            }
+            from = data.map_or(end, |(_, data_end)| data_end.min(end));
+        }
+    }
+    Ok(true)
+}
+
+fn refuse_stopped(stop: &CancellationToken) -> io::Result<()> {
+    if stop.is_cancelled() {
+        return Err(io::Error::new(io::ErrorKind::Interrupted, "the server stops"));
+    }
+    Ok(())
 }
 
 fn is_empty(file: &File) -> io::Result<bool> {
@@ -104,9 +144,7 @@ fn is_equal(one: &File, other: &File, stop: &CancellationToken) -> io::Result<bo
     while let Some((start, end)) = next_part(one, other, at)? {
         let end = end.min(length);
         for (at, size) in chunks(start, end) {
-            if stop.is_cancelled() {
-                return Err(io::Error::new(io::ErrorKind::Interrupted, "the server stops"));
-            }
+            refuse_stopped(stop)?;
             one.read_exact_at(&mut left[..size], at)?;
             other.read_exact_at(&mut right[..size], at)?;
             if left[..size] != right[..size] {
@@ -132,6 +170,33 @@ fn chunks(start: u64, end: u64) -> impl Iterator<Item = (u64, usize)> {
         let size = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
         (at, size)
     })
+}
+
+/// The same for simulated files.
+#[cfg(test)]
+mod simulated {
+    use super::*;
+    use crate::simulation::Sim;
+
+    pub(super) fn stamp(sim: &Sim, path: &Path) -> Option<Stamp> {
+        let (inode, blocks, changed) = sim.look(path)?;
+        let changed = (changed.cast_signed(), 0);
+        Some(Stamp { inode, length: blocks.len() as u64, modified: changed, changed })
+    }
+
+    pub(super) fn compare(sim: &Sim, old: &Path, new: &Path, old_is_written: bool) -> Result<Content> {
+        let missing = || Failure::new(ProblemCode::Unavailable, "a simulated file is missing");
+        let (_, one, _) = sim.look(old).ok_or_else(missing)?;
+        let is_absent = |(old, new): (&u64, &u64)| *old != 0 && *new == 0;
+        Ok(match sim.look(new) {
+            None => Content::Blank,
+            Some((_, other, _)) if other.iter().all(|block| *block == 0) => Content::Blank,
+            Some(_) if old_is_written => Content::Different,
+            Some((_, other, _)) if one.iter().zip(&other).any(is_absent) => Content::Incomplete,
+            Some((_, other, _)) if one == other => Content::Equal,
+            Some(_) => Content::Different,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -162,8 +227,10 @@ mod tests {
         let one = make("one", length, &[(0, 1), (length - 1, 7)]);
         assert_eq!(content(&one, &make("same", length, &[(0, 1), (length - 1, 7)])), Content::Equal);
         assert_eq!(content(&one, &make("other", length, &[(0, 1), (length - 1, 8)])), Content::Different);
-        assert_eq!(content(&one, &make("less", length, &[(0, 1)])), Content::Different);
+        assert_eq!(content(&one, &make("less", length, &[(0, 1)])), Content::Incomplete);
         assert_eq!(content(&make("less2", length, &[(0, 1)]), &one), Content::Different);
+        let written = make("written", length, &[(0, 2), (2 * CHUNK as u64, 5)]);
+        assert_eq!(content(&one, &written), Content::Incomplete, "its end was not copied");
         assert_eq!(
             content(&one, &make("longer", length + 1, &[(0, 1), (length - 1, 7)])),
             Content::Different

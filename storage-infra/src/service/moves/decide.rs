@@ -6,6 +6,7 @@
 use infra_api::MovePhase;
 
 use crate::catalog::{MoveNote, Side};
+use crate::safety::Check;
 
 /// A job of the hypervisor on the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +49,8 @@ pub(super) enum Content {
     Equal,
     /// The new file has no data at all: nothing was ever copied.
     Blank,
+    /// The new file has nothing where the old one has data: the copy was not complete.
+    Incomplete,
     /// They differ.
     Different,
 }
@@ -131,7 +134,8 @@ fn is_settled(phase: MovePhase) -> bool {
 /// The next step. A VM that may be paused for this move runs before anything else, unless it may be on the new file.
 pub(super) fn decide(facts: &Facts) -> Step {
     let step = next(facts);
-    if facts.is_paused && !step.keeps_paused() { Step::Unpause } else { step }
+    let is_first = facts.is_paused && !step.keeps_paused() && Check::UnpauseFirst.applies();
+    if is_first { Step::Unpause } else { step }
 }
 
 fn next(facts: &Facts) -> Step {
@@ -191,17 +195,22 @@ fn without_disk(facts: &Facts) -> Step {
     match (facts.note, facts.last) {
         // It has all that the old one has, and what was written since.
         (Some(MoveNote::Used), _) => Step::TakeNew,
-        // A copy that is not complete cannot be finished.
-        (None | Some(MoveNote::AbortAsked), Some(Job::Copying)) => Step::KeepOld,
+        // It was being copied, and was not complete when the VM lost the disk: nobody could finish that copy.
+        (None | Some(MoveNote::AbortAsked), Some(Job::Copying))
+            if facts.content == Content::Incomplete || !Check::Incomplete.applies() =>
+        {
+            Step::KeepOld
+        }
         _ => by_content(facts.content),
     }
 }
 
 fn by_content(content: Content) -> Step {
     match content {
+        _ if !Check::Compared.applies() => Step::KeepOld,
         Content::Unknown => Step::Compare,
         Content::Equal | Content::Blank => Step::KeepOld,
-        Content::Different => Step::Wait(Wait::Choice),
+        Content::Incomplete | Content::Different => Step::Wait(Wait::Choice),
     }
 }
 
@@ -229,7 +238,8 @@ mod tests {
         ];
         let notes = [None, Some(MoveNote::PivotAsked), Some(MoveNote::AbortAsked), Some(MoveNote::Used)];
         let chosen = [None, Some(Side::Old), Some(Side::New)];
-        let contents = [Content::Unknown, Content::Equal, Content::Blank, Content::Different];
+        let contents =
+            [Content::Unknown, Content::Equal, Content::Blank, Content::Incomplete, Content::Different];
         let mut seen = vec![Seen::Detached, Seen::Gone, Seen::Unknown, Seen::Foreign];
         seen.extend(JOBS.map(Seen::Old));
         seen.extend(JOBS.map(Seen::New));
@@ -286,7 +296,10 @@ mod tests {
                 _ if is_settled(facts.phase) && facts.note.is_none() => true,
                 Seen::Old(None) => ended,
                 Seen::Detached | Seen::Gone => {
-                    facts.last == Some(Job::Copying) && facts.note != Some(MoveNote::PivotAsked)
+                    let was_copying = facts.last == Some(Job::Copying);
+                    was_copying
+                        && facts.note != Some(MoveNote::PivotAsked)
+                        && facts.content == Content::Incomplete
                 }
                 _ => false,
             };
@@ -329,7 +342,8 @@ mod tests {
         for facts in all().iter().filter(|one| decide(one) == Step::Wait(Wait::Choice)) {
             let is_back_on_old = matches!(facts.seen, Seen::Old(_)) && facts.note == Some(MoveNote::Used);
             let is_against_choice = facts.seen == Seen::Old(None) && facts.chosen == Some(Side::New);
-            assert!(facts.content == Content::Different || is_back_on_old || is_against_choice, "{facts:?}");
+            let differ = matches!(facts.content, Content::Different | Content::Incomplete);
+            assert!(differ || is_back_on_old || is_against_choice, "{facts:?}");
         }
     }
 

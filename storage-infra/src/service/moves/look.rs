@@ -168,7 +168,7 @@ impl Moves {
         }
     }
 
-    /// Checks that nobody has one of the files open.
+    /// Checks that nobody has one of the files open, and that no layer over one of them may have what the VM wrote last.
     async fn look_at_files(&self, state: &State, seen: Seen) -> Result<Look> {
         for pool in [&state.pool, &state.other] {
             if let Some(holder) = self.holder(state, pool).await? {
@@ -176,6 +176,13 @@ impl Moves {
                     "{holder} has the file of volume {} in the pool {} open; end it",
                     state.volume.id, pool.name
                 )));
+            }
+            let object = state.object();
+            let locate = move |engine: &dyn Engine| engine.locate(&object);
+            match self.engines.run::<_, EngineError, _>(pool, locate).await {
+                Ok(_) | Err(EngineError::Missing(_)) => {}
+                Err(EngineError::InUse(why)) => return Ok(Look::unknown(why)),
+                Err(error) => return Err(error.into()),
             }
         }
         Ok(Look::without_disk(seen))

@@ -14,6 +14,7 @@ use super::state::{State, only_writer};
 use crate::audit;
 use crate::catalog::{Side, Tx};
 use crate::engine::Object;
+use crate::safety::Check;
 use crate::service::problems::{Failure, Result};
 
 /// Interval between looks at a copy.
@@ -152,6 +153,9 @@ impl Moves {
     /// Settles a move as far as that is possible at once, for an operation that attaches or detaches the disk. Fails if it is not
     /// known which file the VM used. The caller has the volume's lock.
     pub(in crate::service) async fn settle(&self, id: &VolumeId, ends_copy: bool) -> Result<()> {
+        if !Check::Settled.applies() {
+            return Ok(());
+        }
         for _ in 0..MAX_STEPS {
             let Some(state) = self.state(id).await? else { return Ok(()) };
             if !matches!(state.phase(), MovePhase::Mirroring | MovePhase::Switching) {

@@ -10,6 +10,7 @@ use infra_api::{EngineKind, PoolName};
 use process_kit::keyed_lock::KeyedLock;
 
 use crate::audit;
+use crate::blocking::run_blocking;
 use crate::catalog::PoolRow;
 use crate::clock::Clock;
 use crate::engine::{self, Engine, EngineError, FileEngine, RbdEngine, RbdLocation};
@@ -42,66 +43,63 @@ pub(in crate::service) enum ProbeKind {
     Revisions,
 }
 
-/// The engine of each pool.
-pub(in crate::service) struct Engines {
-    /// Directory of this server's catalog, by which other servers recognize its pools.
-    data_dir: PathBuf,
+/// Makes the engine of a pool.
+pub type MakeEngine = Box<dyn Fn(&PoolRow) -> Arc<dyn Engine> + Send + Sync>;
+
+/// Makes engines by the kinds of the pools, for a server with this data directory, by which other servers recognize its pools. One
+/// of several servers has an epoch.
+pub(in crate::service) fn by_kind(
+    data_dir: impl Into<PathBuf>,
     lease: Lease,
     epoch: Option<i64>,
     clock: Clock,
+) -> MakeEngine {
+    let data_dir = data_dir.into();
+    Box::new(move |pool| {
+        let location = match pool.spec.engine {
+            EngineKind::File => None,
+            EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
+        };
+        match location {
+            Some(location) => {
+                let engine = RbdEngine::new(location, pool.uuid, clock.clone());
+                Arc::new(engine.under(lease.clone(), epoch))
+            }
+            // A location that cannot be read is no directory either, and the engine says so.
+            None => {
+                let engine = FileEngine::new(&pool.spec.path, pool.uuid, &data_dir);
+                Arc::new(engine.under(lease.clone(), epoch))
+            }
+        }
+    })
+}
+
+/// The same for one server that always has its lease.
+#[cfg(test)]
+pub(in crate::service) fn of_one_server(data_dir: impl Into<PathBuf>) -> Engines {
+    let lease = Lease::unlimited();
+    Engines::new(by_kind(data_dir, lease.clone(), None, Clock::default()), lease)
+}
+
+/// The engine of each pool.
+pub(in crate::service) struct Engines {
+    make: MakeEngine,
+    lease: Lease,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
     /// Running probes.
     probes: KeyedLock<(PoolName, ProbeKind)>,
 }
 
 impl Engines {
-    pub(in crate::service) fn new(data_dir: impl Into<PathBuf>, lease: Lease) -> Self {
-        Self {
-            data_dir: data_dir.into(),
-            lease,
-            epoch: None,
-            clock: Clock::default(),
-            engines: Mutex::default(),
-            probes: KeyedLock::default(),
-        }
-    }
-
-    /// The same, for one of several servers, with this epoch.
-    pub(in crate::service) fn of_epoch(self, epoch: Option<i64>) -> Self {
-        Self { epoch, ..self }
-    }
-
-    /// With this clock.
-    pub(in crate::service) fn with_clock(self, clock: Clock) -> Self {
-        Self { clock, ..self }
+    pub(in crate::service) fn new(make: MakeEngine, lease: Lease) -> Self {
+        Self { make, lease, engines: Mutex::default(), probes: KeyedLock::default() }
     }
 
     /// The engine of a pool.
     pub(in crate::service) fn of(&self, pool: &PoolRow) -> Arc<dyn Engine> {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = || -> Arc<dyn Engine> {
-            let location = match pool.spec.engine {
-                EngineKind::File => None,
-                EngineKind::Rbd => pool.spec.path.parse::<RbdLocation>().ok(),
-            };
-            match location {
-                Some(location) => {
-                    let engine = RbdEngine::new(location, pool.uuid, self.clock.clone());
-                    let engine = engine.under(self.lease.clone(), self.epoch);
-                    fail_points::engine(Arc::new(engine), self.lease.clone())
-                }
-                // A location that cannot be read is no directory either, and the engine says so.
-                None => fail_points::engine(
-                    Arc::new(
-                        FileEngine::new(&pool.spec.path, pool.uuid, &self.data_dir)
-                            .under(self.lease.clone(), self.epoch),
-                    ),
-                    self.lease.clone(),
-                ),
-            }
-        };
         let fresh = || {
-            let engine = fresh();
+            let engine = fail_points::engine((self.make)(pool), self.lease.clone());
             engine.expect_generation(pool.generation);
             engine
         };
@@ -122,7 +120,7 @@ impl Engines {
     {
         let (engine, who, span) = (self.of(pool), audit::actor(), tracing::Span::current());
         let work = move || span.in_scope(|| audit::with_actor_blocking(who, || work(engine.as_ref())));
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        run_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(EngineError::Io { what, source: std::io::Error::other(error) }.into())
         })
@@ -186,7 +184,7 @@ mod tests {
             generation: 0,
             suspension: None,
         };
-        let engines = Engines::new(dir.path(), Lease::unlimited());
+        let engines = of_one_server(dir.path());
         let (end, ended) = mpsc::channel();
         let late = move |_: &dyn Engine| {
             ended.recv().unwrap();

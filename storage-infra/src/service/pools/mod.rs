@@ -26,7 +26,10 @@ use crate::placement::Hosts;
 
 pub use capacity::PoolCapacity;
 pub(super) use capacity::{CapacityInputs, Facts, PoolView, Precision};
-pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind, timeout_of};
+pub use engines::MakeEngine;
+#[cfg(test)]
+pub(super) use engines::of_one_server;
+pub(super) use engines::{Engines, PROBE_TIMEOUT, ProbeKind, by_kind, timeout_of};
 pub(super) use last_pass::LastPass;
 pub(super) use revisions::{RECOVER, RevisionCheck};
 
@@ -296,7 +299,7 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let engines = Arc::new(Engines::new(dir.path().join("data"), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(crate::service::pools::of_one_server(dir.path().join("data")));
         let conditions = Arc::new(Conditions::new(core.clone()));
         let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions));
         let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));

@@ -6,6 +6,7 @@ use infra_api::{VolumeId, VolumeState};
 
 use crate::catalog::{SnapshotRow, VolumeRow};
 use crate::engine::Object;
+use crate::safety::Check;
 use crate::service::core::Core;
 use crate::service::files::Copies;
 use crate::service::problems::Result;
@@ -33,6 +34,9 @@ impl Unfinished {
     }
 
     pub(super) async fn complete_volumes(self: &Arc<Self>) -> Result<()> {
+        if !Check::Unfinished.applies() {
+            return Ok(());
+        }
         let rows = self.core.catalog().read(|tx| -> Result<_> { Ok(tx.unfinished_volumes()?) }).await?;
         for VolumeRow { id, state, copying, .. } in rows {
             let (unfinished, name) = (self.clone(), id.clone());

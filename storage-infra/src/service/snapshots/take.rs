@@ -12,6 +12,7 @@ use crate::catalog::{PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::clock::now;
 use crate::engine::{Method, Object};
 use crate::placement::Candidate;
+use crate::random;
 use crate::scope::Scope;
 use crate::service::budgets::refuse_over_budget;
 use crate::service::files::{Origin, refuse_copy_while_writable};
@@ -80,7 +81,7 @@ impl Snapshots {
             capacity: source.size(),
             reserved: max_bytes,
             // A block-by-block copy shares no blocks.
-            family: if copying { uuid::Uuid::new_v4() } else { source.family },
+            family: if copying { random::uuid() } else { source.family },
             copying,
             state: VolumeState::Creating,
             labels: spec.labels.clone(),

@@ -13,8 +13,10 @@ use uuid::Uuid;
 
 use super::{STALLED, Transfers};
 use crate::audit;
+use crate::blocking::run_blocking;
 use crate::catalog::{PoolRow, Tx};
 use crate::engine::{EngineError, Object, SourceFile, is_zero};
+use crate::random;
 use crate::service::core::Core;
 use crate::service::lookups::{refuse_held, refuse_writers};
 use crate::service::problems::{Failure, Result};
@@ -100,7 +102,7 @@ impl Transfers {
         if let VolumeSource::Volume(id) = &source {
             self.unexpected_disks.refuse(id, None).await?;
         }
-        let id = Uuid::new_v4();
+        let id = random::uuid();
         let of = source.clone();
         // Before the commit: its error does not tell that the volume is not held.
         let held = Held {
@@ -276,7 +278,7 @@ async fn send(parts: &mpsc::Sender<Part>, part: Vec<u8>) -> Result<()> {
 pub(in crate::service) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+    run_blocking(work).await.unwrap_or_else(|error| {
         Err(Failure::new(ProblemCode::Internal, format!("the transfer panicked: {error}")))
     })
 }

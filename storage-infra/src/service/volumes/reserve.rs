@@ -17,6 +17,7 @@ use crate::engine::adopt::{Candidate, Home};
 use crate::engine::qcow2::Format;
 use crate::engine::{Object, PoolFacts};
 use crate::placement;
+use crate::random;
 use crate::service::budgets::refuse_over_budget;
 use crate::service::files::refuse_copy_while_writable;
 use crate::service::lookups::{self, ready_volume};
@@ -241,7 +242,7 @@ impl Volumes {
         size: u64,
         content: Content,
     ) -> Result<VolumeRow> {
-        let (disk_uuid, format_token) = (Uuid::new_v4(), FormatToken::random());
+        let (disk_uuid, format_token) = (random::uuid(), FormatToken::random());
         let request = RequestedVolume { id: id.clone(), spec, size, disk_uuid, format_token, content };
         if request.spec.source.is_some() {
             // If the source is not ready, probing the pools is useless.

@@ -26,7 +26,7 @@ impl Site {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("pool")).unwrap();
         let core = core_in(&dir);
-        let engines = Arc::new(Engines::new(dir.path().join("data"), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(crate::service::pools::of_one_server(dir.path().join("data")));
         let spec = PoolSpec {
             engine: EngineKind::File,
             path: dir.path().join("pool").to_str().unwrap().to_owned(),
@@ -120,7 +120,7 @@ async fn waiting_callers_share_a_scan_that_started_after_they_arrived() {
     let conditions = Arc::new(Conditions::new(core.clone()));
     let capacity = Arc::new(PoolCapacity::new(
         core,
-        Arc::new(Engines::new(dir.path(), crate::lease::Lease::unlimited())),
+        Arc::new(crate::service::pools::of_one_server(dir.path())),
         conditions,
     ));
     let before = capacity.views(Precision::Exact).await.unwrap();

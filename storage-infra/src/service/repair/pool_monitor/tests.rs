@@ -61,7 +61,7 @@ impl Site {
         };
         let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
         let core = Arc::new(Core::new(catalog, Metrics::default()));
-        let engines = Arc::new(Engines::new(dir.path().join("data"), crate::lease::Lease::unlimited()));
+        let engines = Arc::new(crate::service::pools::of_one_server(dir.path().join("data")));
         engines.of(&pool).claim(&pool_record(&pool, 1)).unwrap();
         let conditions = Arc::new(Conditions::new(core.clone()));
         let monitor = Arc::new(PoolMonitor::new(core, engines, conditions, Arc::default()));

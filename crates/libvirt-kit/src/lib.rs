@@ -1,12 +1,17 @@
-//! A private libvirtd in a mount namespace where libvirt's directories belong to the test.
+//! A private libvirtd in a mount namespace where libvirt's directories belong to the test. All of it panics where something
+//! fails.
+
+#![expect(clippy::unwrap_used, reason = "tests end where something fails")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
-use super::{text, wait_for};
+/// Time for the daemon to answer.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Host directories that are hidden, and the test's directories in their place.
 const PRIVATE: [(&str, &str); 5] = [
@@ -33,6 +38,7 @@ pub struct Libvirtd {
 }
 
 impl Libvirtd {
+    /// Starts a daemon.
     pub fn start() -> Self {
         Self::start_on(HOST, None)
     }
@@ -51,6 +57,7 @@ impl Libvirtd {
         daemon
     }
 
+    /// URI of its socket.
     pub fn uri(&self) -> String {
         format!("qemu+unix:///system?socket={}", self.path("libvirt-sock").display())
     }
@@ -61,12 +68,17 @@ impl Libvirtd {
         format!("qemu+tls://127.0.0.1:{port}/system?pkipath={}", certificates.display())
     }
 
+    /// A path in its directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     fn answers(&self) {
-        wait_for("libvirtd answers", || self.try_virsh(&["version"]));
+        let start = Instant::now();
+        while !self.try_virsh(&["version"]) {
+            assert!(start.elapsed() < START_TIMEOUT, "libvirtd does not answer");
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -102,7 +114,7 @@ impl Libvirtd {
         );
         let file = self.path("domain.xml");
         fs::write(&file, xml).unwrap();
-        self.virsh(&["define", text(&file)]);
+        self.virsh(&["define", file.to_str().unwrap()]);
         self.domains.push(uuid);
         self.virsh(&["start", &uuid.to_string()]);
         uuid
@@ -118,7 +130,7 @@ impl Libvirtd {
         );
         let path = self.path("disk.xml");
         fs::write(&path, xml).unwrap();
-        self.virsh(&["attach-device", &node.to_string(), text(&path), "--live"]);
+        self.virsh(&["attach-device", &node.to_string(), path.to_str().unwrap(), "--live"]);
     }
 
     /// Migrates a running domain to another daemon, which looks after it from then on.
@@ -195,6 +207,7 @@ pub fn processes(domain: Uuid) -> Vec<String> {
 
 /// The TLS port of a daemon.
 pub struct Tls {
+    /// Number of the port.
     pub port: u16,
     /// Directory with `ca.crt`, `server.crt` and `server.key`.
     pub certificates: PathBuf,

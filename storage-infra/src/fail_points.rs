@@ -279,9 +279,6 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
     }
 
     async fn pause(&self, node: Uuid) -> hypervisor::Result<()> {
-        if !Check::PauseForSwitch.applies() {
-            return Ok(());
-        }
         self.effect("pause", self.0.pause(node)).await
     }
 

@@ -13,16 +13,12 @@ pub(crate) enum Check {
     ProofOfDetach,
     /// A server without a lease has no effect.
     Lease,
-    /// A VM is paused while it changes to another file.
-    PauseForSwitch,
     /// A VM that was paused runs again.
     Unpause,
     /// A VM that ran out of space runs again when there is space.
     Resume,
     /// What a VM has open decides which file has the data of a volume that is moved.
     OpenFile,
-    /// The copy of a detached volume is given up when it is attached.
-    InterruptedCopy,
     /// A volume is copied block by block only while nobody writes to it.
     ConsistentCopy,
     /// A volume whose VM writes elsewhere is not attached, copied or detached.

@@ -145,9 +145,12 @@ pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -
     work
 }
 
+/// What is called with the name of a fail point.
+pub type Hook = std::rc::Rc<dyn Fn(&str)>;
+
 /// Calls this at each pass of a fail point on this thread from now on, with the name of the point; `None` ends that. It may
 /// unwind, and so end the task that passes the point.
-pub fn set_hook(hook: Option<std::rc::Rc<dyn Fn(&str)>>) {
+pub fn set_hook(hook: Option<Hook>) {
     #[cfg(debug_assertions)]
     points::set_hook(hook);
     #[cfg(not(debug_assertions))]
@@ -176,13 +179,12 @@ mod points {
     use std::fs::{self, File};
     use std::io::Write;
     use std::path::PathBuf;
-    use std::rc::Rc;
     use std::sync::{Mutex, OnceLock, PoisonError};
+
+    use super::Hook;
 
     /// Stands for every point.
     const EVERY: &str = "*";
-
-    type Hook = Rc<dyn Fn(&str)>;
 
     thread_local! {
         static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };

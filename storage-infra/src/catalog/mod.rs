@@ -199,7 +199,7 @@ impl Catalog {
         lease: Lease,
         sim: Arc<crate::simulation::Sim>,
     ) -> Result<Self> {
-        let revision = Self::look(&connection, |tx| tx.revision())?;
+        let revision = Self::look(&connection, |tx: &Tx<'_>| tx.revision())?;
         let threads = Threads::inline(connection, lease.clone(), sim);
         Ok(Self::of(Path::new("/simulated"), revision, (lease, None), threads))
     }

@@ -8,6 +8,7 @@ use infra_api::{Access, AttachmentId, MoveChoice, VolumeState};
 use uuid::Uuid;
 
 use super::acts::{heal, start_all};
+use super::requests::Clients;
 use super::run::{Run, dir_of};
 use super::world::{Paused, State, Vm, World};
 use crate::catalog::{AttachmentRow, Catalog, Tx};
@@ -66,7 +67,7 @@ fn read_by_guests(world: &mut World) {
 pub(super) fn at_rest(run: &mut Run) -> Result<(), String> {
     heal(&mut run.sim.world());
     settle(run, false)?;
-    run.enter(|clients, service| clients.detach_all(service));
+    run.enter(Clients::detach_all);
     settle(run, true)?;
     compare(run)
 }

@@ -190,7 +190,7 @@ impl Opened {
     pub(crate) fn read(&self, start: u64, length: usize) -> Vec<u8> {
         let mut data = vec![0; length];
         let slot = usize::try_from(start / SLOT).unwrap_or(usize::MAX);
-        if let Some(block) = self.blocks.get(slot).filter(|_| start % SLOT == 0 && length >= 8) {
+        if let Some(block) = self.blocks.get(slot).filter(|_| start.is_multiple_of(SLOT) && length >= 8) {
             data[..8].copy_from_slice(&block.to_le_bytes());
         }
         data

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::{Site, until};
+use super::Site;
 
 /// The catalog of a site.
 pub const CATALOG: &str = "data/catalog.sqlite";
@@ -40,5 +40,5 @@ pub fn is_idle(site: &Site) -> bool {
 /// Waits until the server has no background work left.
 #[cfg(feature = "ceph-tests")]
 pub async fn wait_until_idle(site: &Site) {
-    until("all records are written", async || is_idle(site)).await;
+    super::until("all records are written", async || is_idle(site)).await;
 }

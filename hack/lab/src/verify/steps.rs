@@ -31,6 +31,13 @@ const CEPH_TESTS: &str = "storage-infra/ceph-tests";
 /// Cases of each operation and each kind in the step `infra-crash`: more than in `unit`.
 const CRASH_CASES: (&str, &str) = ("NESTOR_CRASH_CASES", "25");
 
+/// Seeds of storage-infra's simulation in the steps `simulation` and `simulation-all`: more than in `unit`.
+const SIMULATION_SEEDS: (&str, &str) = ("NESTOR_SIMULATION_SEEDS", "5000");
+const MORE_SIMULATION_SEEDS: (&str, &str) = ("NESTOR_SIMULATION_SEEDS", "20000");
+
+/// Safety checks that the simulation must miss in the step `simulation-all`: also those that take long.
+const SIMULATION_CHECKS: (&str, &str) = ("NESTOR_SIMULATION_CHECKS", "all");
+
 /// Inputs per fuzz target in the step `fuzz`: more than in `unit`.
 const FUZZ_INPUTS: (&str, &str) = ("NESTOR_FUZZ_RUNS", "5000");
 
@@ -218,6 +225,8 @@ fn without_lab() -> Vec<Step> {
         args: ["test", "-p", "storage-infra", "--test", "server", "crash::"].to_vec(),
         env: vec![CRASH_CASES],
     };
+    let simulation =
+        |test, env| Work::Cargo { args: ["test", "-p", "storage-infra", "--lib", test].to_vec(), env };
     let unit = [&UNIT_TESTS[..], &["--tests"]].concat();
     let fuzz = Work::Cargo { args: [&unit[..], &["fuzz"]].concat(), env: vec![FUZZ_INPUTS] };
     vec![
@@ -235,6 +244,18 @@ fn without_lab() -> Vec<Step> {
             Set::Quick,
             "build of the black-box tests",
             cargo(&[&BLACKBOX_TESTS[..], &["--no-run"]].concat()),
+        ),
+        step(
+            "simulation",
+            Set::Normal,
+            "storage-infra simulated, with more seeds than in `unit`",
+            simulation("simulation::tests::whatever", vec![SIMULATION_SEEDS]),
+        ),
+        step(
+            "simulation-all",
+            Set::All,
+            "storage-infra simulated, with many seeds, and without each of its safety checks",
+            simulation("simulation::", vec![MORE_SIMULATION_SEEDS, SIMULATION_CHECKS]),
         ),
         step(
             "infra-crash",
@@ -397,6 +418,7 @@ mod tests {
                 "spelling",
                 "book",
                 "doc",
+                "simulation-all",
                 "infra-crash",
                 "fuzz",
                 "schemathesis",

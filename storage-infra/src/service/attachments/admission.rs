@@ -210,9 +210,7 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, hosts: &Hosts, request: AttachRequest
         Admission::Exists(_) => {}
         Admission::New(row) => {
             // The copy of the detached volume is given up: an attach does not wait for it.
-            if Check::InterruptedCopy.applies() {
-                tx.interrupt_copy(&row.volume)?;
-            }
+            tx.interrupt_copy(&row.volume)?;
             tx.insert_attachment(row)?;
         }
         Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id)?,

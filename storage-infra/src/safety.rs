@@ -27,8 +27,6 @@ pub(crate) enum Check {
     Layers,
     /// The move of a volume is settled before its disk is attached or detached.
     Settled,
-    /// A VM that lost a disk while it was copied gets none before it is known which file it used.
-    Mirrored,
     /// The new file of a move is discarded only if it is proven that no VM used it.
     Compared,
     /// A copy that was running when it was last seen counts as incomplete only if it is.

@@ -22,13 +22,12 @@ pub(super) const FOUND_SOON: [Check; 9] = [
 ];
 
 /// Each of these is missed within many.
-pub(super) const FOUND_LATE: [Check; 10] = [
+pub(super) const FOUND_LATE: [Check; 9] = [
     Check::LiveEvidence,
     Check::Lease,
     Check::ConsistentCopy,
     Check::Layers,
     Check::Settled,
-    Check::Mirrored,
     Check::Compared,
     Check::Incomplete,
     Check::UnpauseFirst,

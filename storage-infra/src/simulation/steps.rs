@@ -93,7 +93,7 @@ const WEIGHTS: [(Action, u32); 38] = [
     (Start, 8),
     (Jump, 1),
     (Sleep, 1),
-    (Pivot, 2),
+    (Pivot, 4),
     (Abort, 2),
     (Pause, 2),
     (Resume, 5),

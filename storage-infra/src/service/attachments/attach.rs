@@ -10,7 +10,6 @@ use super::operations::Trigger;
 use super::{Attachments, Progress};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Hold, Tx};
-use crate::safety::Check;
 use crate::service::disks::{AttachError, AttachmentContext};
 use crate::service::problems::{Failure, Result};
 
@@ -83,9 +82,7 @@ impl Attachments {
             (Err(failure), _) if is_new => Err(AttachError::NotAttached(failure)),
             (Err(failure), _) => Err(AttachError::Unknown(failure)),
             (Ok(()), Err(refused)) => Err(refused),
-            (Ok(()), Ok(())) if is_mirrored && Check::Mirrored.applies() => {
-                self.keep_mirrored(&context.row).await
-            }
+            (Ok(()), Ok(())) if is_mirrored => self.keep_mirrored(&context.row).await,
             (Ok(()), Ok(())) => self.disks.attach(&mut context, is_new).await,
         };
         match attached {

@@ -10,6 +10,7 @@
 mod exchange;
 mod layers;
 mod lock;
+mod names;
 mod ops;
 mod part;
 mod record_xattr;
@@ -23,7 +24,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use infra_api::{SnapshotId, VolumeId};
+use infra_api::VolumeId;
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use uuid::Uuid;
 
@@ -41,57 +42,14 @@ use super::{
 
 #[cfg(test)]
 pub(crate) use layers::NOT_CHOSEN;
+pub(crate) use names::{MARKER, object_of};
+use names::{file_name, part_name, part_of};
 pub(in crate::engine) use ops::io_error;
 pub(crate) use ops::next_data;
 use ops::{copy_sparse, exists, extend, unlink};
 
 pub(in crate::engine) use record_xattr::has_record;
 pub(super) use scan::scan_pool;
-
-/// Name of the marker file. No volume can have it: IDs start with a letter or digit.
-pub(crate) const MARKER: &str = ".nestor-pool";
-
-/// Suffixes of incomplete files, which the epoch of their server follows.
-const VOLUME_PART: &str = "vpart";
-const SNAPSHOT_PART: &str = "spart";
-
-fn file_name(object: &Object) -> String {
-    match object {
-        Object::Volume(id) => format!("{id}.raw"),
-        Object::Snapshot(id) => format!("{id}.snap"),
-    }
-}
-
-/// The object whose complete file has this name.
-pub(crate) fn object_of(name: &str) -> Option<Object> {
-    let volume = || VolumeId::new(name.strip_suffix(".raw")?).ok().map(Object::Volume);
-    let snapshot = || SnapshotId::new(name.strip_suffix(".snap")?).ok().map(Object::Snapshot);
-    volume().or_else(snapshot)
-}
-
-/// Name of the file that a server of this epoch gives an incomplete object. Two servers never write to one name.
-fn part_name(object: &Object, epoch: Option<i64>) -> String {
-    let name = match object {
-        Object::Volume(id) => format!("{id}.{VOLUME_PART}"),
-        Object::Snapshot(id) => format!("{id}.{SNAPSHOT_PART}"),
-    };
-    epoch.map_or(name.clone(), |epoch| format!("{name}-{epoch}"))
-}
-
-/// The object whose incomplete file has this name, and the epoch of the server that made it.
-fn part_of(name: &str) -> Option<(Object, Option<i64>)> {
-    let (id, suffix) = name.rsplit_once('.')?;
-    let (kind, epoch) = match suffix.split_once('-') {
-        None => (suffix, None),
-        Some((kind, epoch)) => (kind, Some(epoch.parse().ok()?)),
-    };
-    let object = match kind {
-        VOLUME_PART => Object::Volume(VolumeId::new(id).ok()?),
-        SNAPSHOT_PART => Object::Snapshot(SnapshotId::new(id).ok()?),
-        _ => return None,
-    };
-    (part_name(&object, epoch) == name).then_some((object, epoch))
-}
 
 /// Storage engine of a pool whose volumes are raw files in a directory.
 pub struct FileEngine {

@@ -5,7 +5,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{FileEngine, MARKER, SNAPSHOT_PART, VOLUME_PART, io_error, record_xattr};
+use super::names::{SNAPSHOT_PART, VOLUME_PART};
+use super::{FileEngine, MARKER, io_error, record_xattr};
 use crate::audit;
 use crate::engine::adopt::{is_at, open_expected, own, refuse_users, rename};
 use crate::engine::{Clearance, CopyProgress, EngineError, Object, Record, Result, qcow2};

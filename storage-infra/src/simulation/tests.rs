@@ -76,7 +76,7 @@ fn steps_of(seed: u64) -> Vec<Step> {
 #[test]
 fn whatever_happens_no_acknowledged_write_is_lost_and_everything_ends() {
     let first = number("NESTOR_SIMULATION_SEED");
-    let count = if first.is_some() { 1 } else { number("NESTOR_SIMULATION_SEEDS").unwrap_or(SEEDS) };
+    let count = number("NESTOR_SIMULATION_SEEDS").unwrap_or(if first.is_some() { 1 } else { SEEDS });
     let first = first.unwrap_or(0);
     let goes_on = std::env::var_os("NESTOR_SIMULATION_GO_ON").is_some();
     let start = Instant::now();

@@ -182,7 +182,8 @@ pub(super) fn change_file(world: &mut World, node: Uuid, disk: Uuid) -> Result<(
     let found = disk_of(world, node, disk)?;
     match found.job.take() {
         Some(job) if job.left.is_empty() => {
-            (found.path, found.inode) = (job.to, job.inode);
+            // The copy is complete, whatever layers the disk had.
+            (found.path, found.inode, found.below) = (job.to, job.inode, None);
             let path = found.path.clone();
             world.note(|| format!("{disk} has {} open now", path.display()));
             Ok(())

@@ -97,7 +97,7 @@ pub async fn run_alone(report: &Report, volumes: &[u32], seconds: u64) -> Result
 pub async fn run_attached(report: &Report, attached: u32, seconds: u64) -> Result<()> {
     let mut libvirtd = Libvirtd::start();
     let vms: Vec<Uuid> = (0..attached.div_ceil(DISKS_OF_VM)).map(|_| libvirtd.domain()).collect();
-    let server = StorageInfra::start_with(|_| format!("libvirt={}", libvirtd.uri())).await?;
+    let server = StorageInfra::start_with(|_| format!("libvirt=libvirt:{}", libvirtd.uri())).await?;
     for vm in &vms {
         let (name, hypervisor) = (vm.to_string(), "libvirt".to_owned());
         server

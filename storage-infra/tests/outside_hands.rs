@@ -189,7 +189,7 @@ async fn a_layer_is_remembered_when_the_vm_stops_and_an_operator_accepts_the_dat
     at.refuses_everything("v").await;
     // The server that was restarted knows it, too, and does not give the file to the VM that starts again.
     let At { server, site, libvirt, node, other } = at;
-    server.stop();
+    assert_eq!(server.stop(), Some(0));
     let server = site.start();
     let at = At { server, site, libvirt, node, other };
     at.virsh(&["start", &at.name()]);
@@ -202,6 +202,69 @@ async fn a_layer_is_remembered_when_the_vm_stops_and_an_operator_accepts_the_dat
     assert!(at.volume("v").await.condition.healthy);
     at.attach("again-2", "v", at.node).await.unwrap();
     assert_eq!(at.site.read(&volume("v"), 1, 4096), [0x22]);
+}
+
+#[tokio::test]
+async fn a_layer_that_lost_its_vm_while_the_server_was_down_is_found_beside_the_file() {
+    let at = At::new().await;
+    let made = at.attached("v").await;
+    let target = at.target(&made);
+    let At { server, site, libvirt, node, other } = at;
+    assert_eq!(server.stop(), Some(0));
+    let name = node.to_string();
+    // Where virsh makes it if nobody says otherwise.
+    libvirt.virsh(&[
+        "snapshot-create-as",
+        &name,
+        "backup",
+        "--disk-only",
+        "--no-metadata",
+        "--diskspec",
+        &target,
+    ]);
+    let layer = site.path("pool/v.backup");
+    assert!(layer.exists());
+    libvirt.write(node, made.disk_uuid, 0x22, 4096);
+    libvirt.virsh(&["destroy", &name]);
+    let server = site.start();
+    let at = At { server, site, libvirt, node, other };
+    at.virsh(&["start", &name]);
+    let shows = async || {
+        let all = at.server.client.list_attachments(None, None).await.unwrap();
+        all[0]
+            .message
+            .as_ref()
+            .is_some_and(|message| message.contains("v.backup is a layer over the file of volume v"))
+    };
+    until("the attachment says why it has no disk", shows).await;
+    assert!(!at.libvirt.has(node, made.disk_uuid));
+    let copied = at.server.client.put_volume(&volume("clone"), &cloned(&volume("v"), SIZE), SOON).await;
+    assert_eq!(code(copied), ProblemCode::InUse);
+    at.server.client.detach(&attachment("v"), SOON).await.unwrap();
+    assert_eq!(code(at.attach("elsewhere", "v", other).await), ProblemCode::InUse);
+
+    let commit = Command::new("qemu-img").args(["commit", "-q", text(&layer)]).status().unwrap();
+    assert!(commit.success());
+    fs::remove_file(&layer).unwrap();
+    at.attach("again", "v", other).await.unwrap();
+    assert_eq!(at.site.read(&volume("v"), 1, 4096), [0x22]);
+}
+
+#[tokio::test]
+async fn a_vm_that_starts_again_gets_no_disk_while_a_loop_device_has_its_file() {
+    let at = At::new().await;
+    let made = at.attached("v").await;
+    at.virsh(&["destroy", &at.name()]);
+    let device = LoopDevice::on(&at.site.path("pool/v.raw"));
+    at.virsh(&["start", &at.name()]);
+    let shows = async || {
+        let all = at.server.client.list_attachments(None, None).await.unwrap();
+        all[0].message.as_ref().is_some_and(|message| message.contains(&device.0))
+    };
+    until("the attachment names the loop device", shows).await;
+    assert!(!at.libvirt.has(at.node, made.disk_uuid));
+    drop(device);
+    until("the VM has its disk again", async || at.libvirt.has(at.node, made.disk_uuid)).await;
 }
 
 /// A loop device until it is dropped.
@@ -468,10 +531,10 @@ async fn a_pool_that_was_restored_from_an_earlier_state_is_not_used() {
     wait_for("the marker has a generation", || generation().is_some());
     let first = generation();
     let At { server, site, libvirt, node, other } = at;
-    server.stop();
+    assert_eq!(server.stop(), Some(0));
     let server = site.start();
     wait_for("the marker has a higher generation", || generation() > first);
-    server.stop();
+    assert_eq!(server.stop(), Some(0));
     // What rsync -X or an LVM snapshot brings back.
     rustix::fs::setxattr(&marker, name, b"1", rustix::fs::XattrFlags::empty()).unwrap();
     let server = site.start();

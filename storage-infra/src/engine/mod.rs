@@ -276,8 +276,7 @@ pub trait Engine: Send + Sync {
     /// [`Engine::inspect`] would. Images are known by their names only.
     fn damaged(&self, expected: &HashMap<Object, Expected>) -> Result<HashMap<Object, String>>;
 
-    /// Fails with [`EngineError::Missing`] if an object has no complete file, or not the one that it should have, and with
-    /// [`EngineError::InUse`] if a layer over it, made by somebody else, may have later data.
+    /// Fails with [`EngineError::Missing`] if an object has no complete file, or not the one that it should have.
     fn verify(&self, object: &Object, expected: Expected) -> Result<()>;
 
     /// Writes the record of a volume to a file that has none, after an operator has said that the file is the volume's.
@@ -381,7 +380,8 @@ pub trait Engine: Send + Sync {
     /// unavailable.
     fn source(&self, id: &VolumeId) -> DiskSource;
 
-    /// What to open for an object, after checking that it exists, and that no layer over it may have later data.
+    /// What to open for an object, after checking that it exists. Fails with [`EngineError::InUse`] if a layer over it, which somebody
+    /// else made, may have later data.
     fn locate(&self, object: &Object) -> Result<DiskSource>;
 
     /// Cuts off the clients that have a volume open, so that they can never write to it again. Returns them. Does nothing

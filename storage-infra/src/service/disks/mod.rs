@@ -7,7 +7,7 @@ mod users;
 
 use std::sync::Arc;
 
-use infra_api::{AttachmentState, ObjectKind, Problem, ProblemCode};
+use infra_api::{AttachmentState, EngineKind, ObjectKind, Problem, ProblemCode};
 use uuid::Uuid;
 
 use super::core::Core;
@@ -148,14 +148,22 @@ impl Disks {
         }
     }
 
-    /// Fails if the volume's file is missing, or is not the one that it should be.
+    /// Fails if the volume's file is missing, is not the one that it should be, or may not have what a VM wrote last.
     async fn verify_file(&self, context: &AttachmentContext) -> Result<()> {
         let id = context.volume.id.clone();
         let recorded = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.is_recorded(&id)?) }).await?;
         let (identity, bytes) = (context.volume.disk_uuid, context.volume.capacity);
         let expected = Expected { identity, bytes, recorded };
         let object = Object::Volume(context.volume.id.clone());
-        let verify = move |engine: &dyn Engine| Ok(engine.verify(&object, expected)?);
+        let is_file = context.pool.spec.engine == EngineKind::File;
+        let verify = move |engine: &dyn Engine| {
+            engine.verify(&object, expected)?;
+            // What Ceph has are images without layers of files.
+            if is_file {
+                engine.locate(&object)?;
+            }
+            Ok(())
+        };
         self.engines.run::<_, Failure, _>(&context.pool, verify).await
     }
 

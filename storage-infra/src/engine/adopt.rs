@@ -11,7 +11,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::file::{has_record, io_error};
-use super::image_lock::{self, Holder};
+use super::image_lock;
 use super::qcow2::{self, Format};
 use super::{EngineError, Result};
 
@@ -111,8 +111,8 @@ pub fn examine(path: &Path) -> Result<Candidate> {
 
 /// Fails if a process or a device has a file open.
 pub(super) fn refuse_users(path: &Path) -> Result<()> {
-    let user: Option<Holder> = image_lock::user(path).map_err(io_error("check for users of", path))?;
-    match user {
+    let users = image_lock::users(path).map_err(io_error("check for users of", path))?;
+    match users.first() {
         None => Ok(()),
         Some(holder) => Err(EngineError::InUse(format!(
             "the file {} is in use by {holder}; stop that first",

@@ -64,18 +64,20 @@ fn names(processes: &[Process]) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Like [`holder`], for a file that is not this server's: also a process that has it open without a lock, as far as it is
-/// visible here.
-pub fn user(path: &Path) -> io::Result<Option<Holder>> {
+/// Like [`holder`], for a file that is about to be attached: all holders, and also processes that have it open without a lock, as far
+/// as they are visible here.
+pub fn users(path: &Path) -> io::Result<Vec<Holder>> {
     #[cfg(test)]
     if let Some(sim) = crate::simulation::current() {
-        return Ok(sim.user(path));
+        return Ok(sim.users(path));
     }
-    if let Some(holder) = holder(path)? {
-        return Ok(Some(holder));
-    }
-    let processes = openers(&fs::metadata(path)?);
-    Ok((!processes.is_empty()).then_some(Holder::Open(processes)))
+    let file = File::open(path)?;
+    let image = file.metadata()?;
+    let processes = openers(&image);
+    let locked = is_locked(&file)?.then(|| Holder::Locked(processes.clone()));
+    let device = loop_device(path, &image)?.map(Holder::Loop);
+    let open = (locked.is_none() && !processes.is_empty()).then_some(Holder::Open(processes));
+    Ok([locked, device, open].into_iter().flatten().collect())
 }
 
 /// The holder of the image at this path; `None` if the file is not open or does not exist.
@@ -258,7 +260,7 @@ mod tests {
                 }
             });
             while !starting.is_finished() {
-                assert_eq!(user(&image).unwrap(), None);
+                assert_eq!(users(&image).unwrap(), []);
             }
         });
         drop(open);
@@ -270,12 +272,9 @@ mod tests {
         let image = image(&dir);
         let stdin = File::open(&image).unwrap();
         let mut child = Command::new("sleep").arg("60").stdin(stdin).spawn().unwrap();
-        let found = user(&image);
+        let found = users(&image);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(
-            found.unwrap(),
-            Some(Holder::Open(vec![Process { pid: child.id(), name: "sleep".into() }]))
-        );
+        assert_eq!(found.unwrap(), [Holder::Open(vec![Process { pid: child.id(), name: "sleep".into() }])]);
     }
 }

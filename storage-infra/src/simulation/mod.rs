@@ -41,7 +41,7 @@ use crate::engine::image_lock::{Holder, Process};
 use crate::engine::{EngineError, Result};
 use crate::lease::Lease;
 pub(crate) use mutations::applies;
-use world::{SLOT, World};
+use world::{SLOT, Vm, World};
 
 thread_local! {
     static CURRENT: RefCell<Option<Arc<Sim>>> = const { RefCell::new(None) };
@@ -135,22 +135,21 @@ impl Sim {
     }
 
     /// Who has a file open, which is asked before it is attached.
-    pub(crate) fn user(&self, path: &Path) -> Option<Holder> {
+    pub(crate) fn users(&self, path: &Path) -> Vec<Holder> {
         let mut world = self.world();
-        let (inode, now) = (world.inode(path)?, world.awake());
+        let (Some(inode), now) = (world.inode(path), world.awake()) else { return Vec::new() };
         world.asked.insert(inode, now);
-        drop(world);
-        self.holder(path)
+        let locked = world.locked_by(inode).map(locked);
+        let device = world.loops.contains_key(&inode).then(device);
+        locked.into_iter().chain(device).collect()
     }
 
     /// Which VM or loop device has a file open.
     pub(crate) fn holder(&self, path: &Path) -> Option<Holder> {
         let world = self.world();
         let inode = world.inode(path)?;
-        if let Some(vm) = world.locked_by(inode) {
-            return Some(Holder::Locked(vec![Process { pid: 1, name: vm.name.clone() }]));
-        }
-        world.loops.contains_key(&inode).then(|| Holder::Loop("/dev/loop0".into()))
+        let device = || world.loops.contains_key(&inode).then(device);
+        world.locked_by(inode).map(locked).or_else(device)
     }
 
     /// A file's number, its blocks, and the number of its last change.
@@ -168,6 +167,14 @@ impl Sim {
         };
         Ok(Opened { blocks: world.content(inode), modified: i128::from(world.file(inode).changed) })
     }
+}
+
+fn locked(vm: &Vm) -> Holder {
+    Holder::Locked(vec![Process { pid: 1, name: vm.name.clone() }])
+}
+
+fn device() -> Holder {
+    Holder::Loop("/dev/loop0".into())
 }
 
 /// The content of a simulated file at some time.

@@ -6,7 +6,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use infra_api::{AttachmentState, Change, EventKind, VolumeId};
+use infra_api::{AttachmentState, Change, EventKind, ObjectKind, Problem, ProblemCode, VolumeId};
 use uuid::Uuid;
 
 use super::context::AttachmentContext;
@@ -129,7 +129,7 @@ impl Comparison {
         let candidates = self.core.catalog().read(read).await?;
         let confirm = candidates.into_iter().map(|row| async move {
             match tokio::time::timeout(CONFIRM_TIMEOUT, self.confirm(&row)).await {
-                Ok(Ok(())) => {}
+                Ok(Ok(_)) => {}
                 Ok(Err(failure)) => {
                     tracing::debug!(volume = %row.volume, node = %row.node, %failure, "cannot compare a disk again");
                 }
@@ -175,19 +175,28 @@ impl Comparison {
         Ok(found)
     }
 
-    /// Compares the disks of a volume now. The caller must not hold the volume's lock.
+    /// Compares the disks of a volume now. Fails if a VM has the other file of a move open already: the volume's data is there, and
+    /// the catalog does not say so yet. The caller must not hold the volume's lock.
     pub(in crate::service) async fn check(&self, volume: &VolumeId) -> Result<()> {
         let id = volume.clone();
         let read = move |tx: &Tx<'_>| -> Result<_> { Ok(tx.attachments(None, Some(&id))?) };
         let rows = self.core.catalog().read(read).await?;
         for row in rows.iter().filter(|row| row.state != AttachmentState::Attaching) {
-            self.confirm(row).await?;
+            if self.confirm(row).await? {
+                self.core.moves().notify_one();
+                let detail = format!(
+                    "a VM has the file of volume {volume} open to which it is moved, as its disk; retry"
+                );
+                let problem = Problem::new(ProblemCode::Unavailable, detail);
+                return Err(problem.about(ObjectKind::Volume, volume).into());
+            }
         }
         Ok(())
     }
 
-    /// Compares a disk under its volume's lock, which excludes attach, detach and the steps of a move.
-    async fn confirm(&self, row: &AttachmentRow) -> Result<()> {
+    /// Compares a disk under its volume's lock, which excludes attach, detach and the steps of a move. True if it has the other
+    /// file of a move open.
+    async fn confirm(&self, row: &AttachmentRow) -> Result<bool> {
         let _lock = self.core.lock_volume(&row.volume).await;
         self.compare(row).await
     }
@@ -199,16 +208,19 @@ impl Comparison {
         let known = move |tx: &Tx<'_>| -> Result<_> {
             Ok(tx.altered_disks(&volume)?.iter().any(|known| known.node == node))
         };
-        if self.core.catalog().read(known).await? { self.compare(row).await } else { Ok(()) }
+        if self.core.catalog().read(known).await? { self.compare(row).await.map(drop) } else { Ok(()) }
     }
 
-    async fn compare(&self, row: &AttachmentRow) -> Result<()> {
-        let Some(expected) = self.read(row).await? else { return Ok(()) };
+    /// True if the disk has the other file of a move open.
+    async fn compare(&self, row: &AttachmentRow) -> Result<bool> {
+        let Some(expected) = self.read(row).await? else { return Ok(false) };
         let own = self.hypervisors.get(&expected.context.node.spec.hypervisor)?;
         let disk = std::slice::from_ref(&expected.disk);
         let Presence { facts, disks } = own.presence(row.node, disk).await?;
         let found = disks.get(&expected.disk.uuid).filter(|_| !has_no_disks(facts.power.state()));
-        self.conclude(&expected, found).await.map(drop)
+        self.conclude(&expected, found).await?;
+        let source = found.and_then(AttachedDisk::location);
+        Ok(source.is_some() && source == expected.moving_to.as_ref())
     }
 
     async fn read(&self, row: &AttachmentRow) -> Result<Option<Expected>> {

@@ -40,19 +40,27 @@ impl Disks {
     ) -> Result<Option<Problem>> {
         let id = context.volume.id.clone();
         let (object, source) = (Object::Volume(id.clone()), source.clone());
-        let user = move |engine: &dyn Engine| match &source {
-            DiskSource::Rbd(_) => Ok(engine.files(&object)?.open),
-            DiskSource::File(path) => image_lock::user(path).map_err(|source| EngineError::Io {
+        let users = move |engine: &dyn Engine| match &source {
+            DiskSource::Rbd(_) => Ok(engine.files(&object)?.open.into_iter().collect()),
+            DiskSource::File(path) => image_lock::users(path).map_err(|source| EngineError::Io {
                 what: format!("check who has {} open", path.display()),
                 source,
             }),
         };
-        let user = self.engines.run::<_, Failure, _>(&context.pool, move |engine| Ok(user(engine)?)).await?;
-        let Some(holder) = user else { return Ok(None) };
-        // A new attachment has nothing open yet.
-        if self.is_of_attachment(&id, is_new.then_some(&context.row.id), &holder).await? {
+        let users: Vec<Holder> =
+            self.engines.run::<_, Failure, _>(&context.pool, move |engine| Ok(users(engine)?)).await?;
+        if users.is_empty() {
             return Ok(None);
         }
+        // A new attachment has nothing open yet.
+        let attached = self.hypervisors_of(&id, is_new.then_some(&context.row.id)).await?;
+        let is_vm = |name: &String| self.hypervisors.get(name).is_ok_and(|own| own.kind() == LIBVIRT);
+        // What a VM has is locked, or has a client; what a host has is a loop device.
+        let is_expected = |user: &Holder| match user {
+            Holder::Locked(_) | Holder::Watching(_) => !attached.is_empty(),
+            Holder::Loop(_) | Holder::Open(_) => !attached.iter().all(is_vm),
+        };
+        let Some(holder) = users.into_iter().find(|user| !is_expected(user)) else { return Ok(None) };
         let end = match &holder {
             Holder::Watching(_) => {
                 "end that client first, or block it with `ceph osd blocklist add` if it cannot be ended"
@@ -64,15 +72,9 @@ impl Disks {
         Ok(Some(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &id)))
     }
 
-    /// Whether an attachment of the volume, other than this one, may have the file open in this way: a VM holds the lock, or is the
-    /// client; what a host has is a loop device.
-    async fn is_of_attachment(
-        &self,
-        volume: &VolumeId,
-        other_than: Option<&AttachmentId>,
-        holder: &Holder,
-    ) -> Result<bool> {
-        let (id, without) = (volume.clone(), other_than.cloned());
+    /// The hypervisors of the volume's attachments, without this one.
+    async fn hypervisors_of(&self, volume: &VolumeId, without: Option<&AttachmentId>) -> Result<Vec<String>> {
+        let (id, without) = (volume.clone(), without.cloned());
         let read = move |tx: &Tx<'_>| -> Result<_> {
             let mut names = Vec::new();
             for row in tx.attachments(None, Some(&id))? {
@@ -82,11 +84,6 @@ impl Disks {
             }
             Ok(names)
         };
-        let hypervisors = self.core.catalog().read(read).await?;
-        let is_vm = |name: &String| self.hypervisors.get(name).is_ok_and(|own| own.kind() == LIBVIRT);
-        Ok(match holder {
-            Holder::Locked(_) | Holder::Watching(_) => !hypervisors.is_empty(),
-            Holder::Loop(_) | Holder::Open(_) => !hypervisors.iter().all(is_vm),
-        })
+        self.core.catalog().read(read).await
     }
 }

@@ -138,7 +138,8 @@ impl Sim {
     pub(crate) fn users(&self, path: &Path) -> Vec<Holder> {
         let mut world = self.world();
         let (Some(inode), now) = (world.inode(path), world.awake()) else { return Vec::new() };
-        world.asked.insert(inode, now);
+        let server = usize::from(world.faults.is_old);
+        world.asked[server].insert(inode, now);
         let locked = world.locked_by(inode).map(locked);
         let device = world.loops.contains_key(&inode).then(device);
         locked.into_iter().chain(device).collect()

@@ -230,6 +230,7 @@ impl Run {
             world.faults.is_dead = false;
             world.faults.is_lost = false;
             world.faults.life += 1;
+            world.asked[0].clear();
             world.note(|| "the server starts".to_owned());
         }
         let _ = futures::FutureExt::now_or_never(self.sim.crashed.notified());
@@ -340,7 +341,11 @@ impl Run {
     /// The lease of the server ended. Another one becomes active after all calls of the old one that it began in time have ended;
     /// the old one does not know yet.
     fn replace(&mut self) -> Result<(), String> {
-        self.sim.world().note(|| "the server lost its lease".to_owned());
+        {
+            let mut world = self.sim.world();
+            world.note(|| "the server lost its lease".to_owned());
+            world.asked.swap(0, 1);
+        }
         self.old = self.server.take().map(|server| (server, self.sim.world().now() + OLD_TIME));
         for _ in 0..TAKE_OVER.as_millis() / OLD_SLICE.as_millis() {
             self.wait_old(OLD_SLICE);

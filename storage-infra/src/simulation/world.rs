@@ -159,8 +159,8 @@ pub(super) struct World {
     pub(super) vms: BTreeMap<Uuid, Vm>,
     /// Files that a loop device of the server's host has open, and since when, in time that the machine did not sleep.
     pub(super) loops: BTreeMap<Inode, Duration>,
-    /// When the server asked last who uses a file that it is about to attach.
-    pub(super) asked: BTreeMap<Inode, Duration>,
+    /// When the server asked last who uses a file that it is about to attach, and when the server before it did.
+    pub(super) asked: [BTreeMap<Inode, Duration>; 2],
     pub(super) oracle: Oracle,
     pub(super) faults: Faults,
     /// What happened, if that is asked for.
@@ -181,7 +181,7 @@ impl World {
             pools: BTreeMap::new(),
             vms: BTreeMap::new(),
             loops: BTreeMap::new(),
-            asked: BTreeMap::new(),
+            asked: Default::default(),
             oracle: Oracle::default(),
             faults: Faults::default(),
             log: None,
@@ -307,7 +307,7 @@ impl World {
     /// Whether a loop device has a file open that the server must have seen: it asks right before it attaches a disk.
     pub(super) fn is_in_loop(&self, inode: Inode) -> bool {
         let Some(since) = self.loops.get(&inode) else { return false };
-        let asked = self.asked.get(&inode);
+        let asked = self.asked[usize::from(self.faults.is_old)].get(&inode);
         asked.is_none_or(|asked| asked > since || *asked + ATTACH_TIME < *since)
     }
 

@@ -197,10 +197,11 @@ impl Copies {
         let (start, from) = (Instant::now(), origin.to_string());
         match origin {
             Origin::Object { pool: from, object, method } => {
-                let locate = move |engine: &dyn Engine| engine.locate(&object);
-                let source: DiskSource = self.engines.run::<_, EngineError, _>(&from, locate).await?;
+                let origin = self.engines.of(&from);
                 self.engines
                     .run::<_, EngineError, _>(pool, move |engine| {
+                        // Right before the copy: a layer that somebody adds has what a VM writes from then on.
+                        let source = origin.locate(&object)?;
                         engine.create_from(&cleared, &source, bytes, method, &record, &copying)
                     })
                     .await?;

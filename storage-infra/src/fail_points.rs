@@ -294,12 +294,11 @@ impl Hypervisor for Guarded<dyn Hypervisor> {
     }
 
     async fn mirrored(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<MirroredDisk> {
-        let found = self.0.mirrored(node, disk).await?;
-        let source = found.source.clone().filter(|_| Check::OpenFile.applies());
-        Ok(MirroredDisk {
-            source: source.or_else(|| found.source.is_some().then(|| disk.source.location())),
-            ..found
-        })
+        let mut found = self.0.mirrored(node, disk).await?;
+        if !Check::OpenFile.applies() {
+            found.source = found.source.map(|_| disk.source.location());
+        }
+        Ok(found)
     }
 
     async fn start_mirror(

@@ -111,7 +111,7 @@ pub fn examine(path: &Path) -> Result<Candidate> {
 
 /// Fails if a process or a device has a file open.
 pub(super) fn refuse_users(path: &Path) -> Result<()> {
-    let users = image_lock::users(path).map_err(io_error("check for users of", path))?;
+    let users = image_lock::users(path, false).map_err(io_error("check for users of", path))?;
     match users.first() {
         None => Ok(()),
         Some(holder) => Err(EngineError::InUse(format!(

@@ -65,19 +65,21 @@ fn names(processes: &[Process]) -> String {
 }
 
 /// Like [`holder`], for a file that is about to be attached: all holders, and also processes that have it open without a lock, as far
-/// as they are visible here.
-pub fn users(path: &Path) -> io::Result<Vec<Holder>> {
+/// as they are visible here. A lock that is expected is left out: then no process is searched for.
+pub fn users(path: &Path, is_lock_expected: bool) -> io::Result<Vec<Holder>> {
     #[cfg(test)]
     if let Some(sim) = crate::simulation::current() {
-        return Ok(sim.users(path));
+        return Ok(sim.users(path, is_lock_expected));
     }
     let file = File::open(path)?;
     let image = file.metadata()?;
-    let processes = openers(&image);
-    let locked = is_locked(&file)?.then(|| Holder::Locked(processes.clone()));
+    let by_processes = match is_locked(&file)? {
+        true if is_lock_expected => None,
+        true => Some(Holder::Locked(openers(&image))),
+        false => Some(openers(&image)).filter(|processes| !processes.is_empty()).map(Holder::Open),
+    };
     let device = loop_device(path, &image)?.map(Holder::Loop);
-    let open = (locked.is_none() && !processes.is_empty()).then_some(Holder::Open(processes));
-    Ok([locked, device, open].into_iter().flatten().collect())
+    Ok(by_processes.into_iter().chain(device).collect())
 }
 
 /// The holder of the image at this path; `None` if the file is not open or does not exist.
@@ -260,7 +262,7 @@ mod tests {
                 }
             });
             while !starting.is_finished() {
-                assert_eq!(users(&image).unwrap(), []);
+                assert_eq!(users(&image, false).unwrap(), []);
             }
         });
         drop(open);
@@ -272,7 +274,7 @@ mod tests {
         let image = image(&dir);
         let stdin = File::open(&image).unwrap();
         let mut child = Command::new("sleep").arg("60").stdin(stdin).spawn().unwrap();
-        let found = users(&image);
+        let found = users(&image, false);
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(found.unwrap(), [Holder::Open(vec![Process { pid: child.id(), name: "sleep".into() }])]);

@@ -135,12 +135,12 @@ impl Sim {
     }
 
     /// Who has a file open, which is asked before it is attached.
-    pub(crate) fn users(&self, path: &Path) -> Vec<Holder> {
+    pub(crate) fn users(&self, path: &Path, is_lock_expected: bool) -> Vec<Holder> {
         let mut world = self.world();
         let (Some(inode), now) = (world.inode(path), world.awake()) else { return Vec::new() };
         let server = usize::from(world.faults.is_old);
         world.asked[server].insert(inode, now);
-        let locked = world.locked_by(inode).map(locked);
+        let locked = world.locked_by(inode).filter(|_| !is_lock_expected).map(locked);
         let device = world.loops.contains_key(&inode).then(device);
         locked.into_iter().chain(device).collect()
     }

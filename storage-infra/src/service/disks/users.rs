@@ -39,25 +39,22 @@ impl Disks {
         is_new: bool,
     ) -> Result<Option<Problem>> {
         let id = context.volume.id.clone();
+        // A new attachment has nothing open yet.
+        let attached = self.hypervisors_of(&id, is_new.then_some(&context.row.id)).await?;
+        let is_attached = !attached.is_empty();
         let (object, source) = (Object::Volume(id.clone()), source.clone());
         let users = move |engine: &dyn Engine| match &source {
             DiskSource::Rbd(_) => Ok(engine.files(&object)?.open.into_iter().collect()),
-            DiskSource::File(path) => image_lock::users(path).map_err(|source| EngineError::Io {
-                what: format!("check who has {} open", path.display()),
-                source,
+            DiskSource::File(path) => image_lock::users(path, is_attached).map_err(|source| {
+                EngineError::Io { what: format!("check who has {} open", path.display()), source }
             }),
         };
         let users: Vec<Holder> =
             self.engines.run::<_, Failure, _>(&context.pool, move |engine| Ok(users(engine)?)).await?;
-        if users.is_empty() {
-            return Ok(None);
-        }
-        // A new attachment has nothing open yet.
-        let attached = self.hypervisors_of(&id, is_new.then_some(&context.row.id)).await?;
         let is_vm = |name: &String| self.hypervisors.get(name).is_ok_and(|own| own.kind() == LIBVIRT);
         // What a VM has is locked, or has a client; what a host has is a loop device.
         let is_expected = |user: &Holder| match user {
-            Holder::Locked(_) | Holder::Watching(_) => !attached.is_empty(),
+            Holder::Locked(_) | Holder::Watching(_) => is_attached,
             Holder::Loop(_) | Holder::Open(_) => !attached.iter().all(is_vm),
         };
         let Some(holder) = users.into_iter().find(|user| !is_expected(user)) else { return Ok(None) };
